@@ -1,4 +1,4 @@
-"""Models with their data, loss, metrics and default settings: built in by name, a user's by file or package."""
+"""Models with their data, loss, metrics and default settings: built in, or user-defined in a file or package."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ IMPORTED = ("horovod", "keras", "launch", "mpi4py", "numpy", "ringtrain", "tenso
 
 
 def check_workload_name(spec: str) -> None:
-    """See that a workload's name can be right, without importing anything.
+    """Check a workload's name without importing it.
 
-    It is a built-in name, ``package.module:Class``, ``path/file.py:Class``, or ``path/file.py`` of one workload.
+    ``package.module:Class``, ``path/file.py:Class``, ``path/file.py`` with one workload, or a built-in name.
     """
     if spec in BUILT_IN:
         return
@@ -47,16 +47,13 @@ def check_workload_name(spec: str) -> None:
         raise UsageError(
             f"workload is {spec!r}; name a file, path/file.py or path/file.py:Class, or a class, package.module:Class."
         )
-    if place.endswith(".py") and not os.path.isfile(place):  # Path.is_file raises on a name that is too long
+    if place.endswith(".py") and not os.path.isfile(place):  # Path.is_file raises if the name is too long
         raise UsageError(f"workload is {spec!r}, but there is no file {place!r}. Check the path.", reach="node")
     refuse_hiding(Path(place))
 
 
 def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
-    """See that a workload's file has no name by which training imports something else: it would get that file.
-
-    One that is new, being written, takes the name of nothing that is installed.
-    """
+    """Refuse a file that would shadow a module that training imports; if new, any installed module."""
     elsewhere = [place for place in sys.path if Path(place).resolve() != file.parent.resolve()]
     is_taken = is_new and importlib.machinery.PathFinder.find_spec(file.stem, elsewhere) is not None
     if file.suffix == ".py" and (file.stem in IMPORTED or is_taken):
@@ -67,18 +64,18 @@ def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
 
 
 def is_file_within(spec: str, directory: Path) -> bool:
-    """True if a workload is a file that lies, links followed, below a directory."""
+    """Follows links."""
     place, _ = _split(spec)
     return place.endswith(".py") and Path(place).resolve().is_relative_to(directory.resolve())
 
 
 def load_workload(spec: str) -> type[Workload]:
-    """Import the class of a workload. A user's file may import TensorFlow: pin the devices before."""
+    """Import a workload's class. User files may import TensorFlow: pin the devices before."""
     check_workload_name(spec)
     place, class_name = _split(BUILT_IN.get(spec, spec))
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # user modules may raise anything
         raise UsageError(f"workload {spec!r} cannot be imported: {_describe(error)}.") from error
     workload = getattr(module, class_name or _only_workload(module, spec), None)
     if not (isinstance(workload, type) and issubclass(workload, Workload)):
@@ -99,14 +96,14 @@ def load_workload(spec: str) -> type[Workload]:
 
 
 def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) -> Workload:
-    """A workload that reads these values, from the beginning, if its class declares its ``options``."""
+    """``__init__`` can already read the ``options``."""
     workload = workload_class.__new__(workload_class)
     vars(workload)["options"] = options
     try:
         workload.__init__()  # type: ignore[misc]
     except UsageError:
         raise
-    except Exception as error:  # a user's code may raise anything
+    except Exception as error:  # user code may raise anything
         raise UsageError(
             f"{workload_class.__name__}() cannot be made: {_describe(error)}. It is called without arguments; what the "
             "user may set belongs into options, and is in self.options."
@@ -115,7 +112,7 @@ def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) 
 
 
 def _is_plain(value: Any) -> bool:
-    """True if YAML and JSON have such a value."""
+    """True if YAML and JSON can represent the value."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list):
@@ -124,14 +121,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _describe(error: BaseException) -> str:
-    """An error of the user's module, with its place, unless it says that itself."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
     return f"{type(error).__name__}: {error}{where}"
 
 
 def names_python_functions(workload_class: type[Workload]) -> bool:
-    """True if one of its modules names what makes TensorFlow call Python code in a step, such as ``tf.py_function``."""
+    """True if a module's source names functions, such as ``tf.py_function``, that call Python code in a step."""
     modules = (sys.modules.get(each.__module__) for each in workload_class.__mro__)
     paths = {Path(getattr(module, "__file__", None) or "") for module in modules}
     sources = [path.read_text(errors="replace") for path in paths if path.suffix == ".py" and path.is_file()]
@@ -139,7 +135,6 @@ def names_python_functions(workload_class: type[Workload]) -> bool:
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """The module or file of a workload and its class; no class where a file alone is given."""
     if spec.endswith(".py"):
         return spec, ""
     place, _, class_name = spec.rpartition(":")
@@ -147,13 +142,12 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 def _workloads_in(module: object) -> list[str]:
-    """The workloads that a module has, imported ones as well."""
+    """Includes imported ones."""
     classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
     return [name for name, value in classes.items() if issubclass(value, Workload) and value is not Workload]
 
 
 def _only_workload(module: object, spec: str) -> str:
-    """The workload of a file that has one."""
     own = [name for name in _workloads_in(module) if vars(module)[name].__module__ == vars(module)["__name__"]]
     if not own:
         raise UsageError(
@@ -173,6 +167,6 @@ def _import_file(path: Path) -> object:
     if module_spec is None or module_spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # as for any module, so that its classes find their own
+    sys.modules[name] = module  # as for regular imports
     module_spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""autoencoder: a convolutional autoencoder, whose depth follows from the size of its images."""
+"""autoencoder: a convolutional autoencoder whose depth depends on the image size."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 IMAGE_SHAPES = {"cifar10": (32, 32, 3), "digits": (8, 8, 1)}
 """Height, width and channels of the images of each value of the option ``data``."""
 LEAST_SIDE = 2  # pixels of the innermost layer
-MAX_LEVELS = 5  # 1,024 channels where the first layer has 64
+MAX_LEVELS = 5  # 1,024 channels if the first layer has 64
 
 
 class Autoencoder(Workload):
-    """Convolutions that halve the image and double the channels, level by level, and transposed ones on the way back.
+    """Convolutions that halve the image and double the channels at each level, then transposed ones.
 
-    Options: ``data``: cifar10 or digits; ``width``: channels of the first level; ``gradients``: whether TensorBoard
-    shows the distribution of the gradients as well.
+    Options: ``data``: cifar10 or digits; ``width``: channels of the first level; ``gradients``: also show gradients in
+    TensorBoard.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -43,7 +43,7 @@ class Autoencoder(Workload):
         return create_autoencoder(image_shape(self.options["data"]), self.options["width"])
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        image_shape(self.options["data"])  # a wrong name is found before anything is read
+        image_shape(self.options["data"])  # fail early on a wrong name
         labelled = Digits().create_sources if self.options["data"] == "digits" else read_sources
         train, evaluation = labelled(data_dir, synthetic=synthetic)
         assert isinstance(train, ArraySource)
@@ -51,13 +51,13 @@ class Autoencoder(Workload):
         return Sources(ImagesOf(train), ImagesOf(evaluation))
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-        """The mean squared error of each image's pixels."""
+        """Mean squared error of each image, [n]."""
         import keras
 
         return keras.ops.mean(keras.ops.square(outputs - keras.ops.cast(y, outputs.dtype)), axis=(1, 2, 3))
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
-        """Each image next to its reconstruction, and the distributions of each layer's weights and outputs."""
+        """Images next to their reconstructions, and distributions of weights and outputs."""
         import keras
 
         layers = [layer for layer in model.layers if layer.weights]
@@ -74,10 +74,7 @@ class Autoencoder(Workload):
         }
 
     def _gradients(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The gradient of these samples' mean loss with respect to each weight, by the weight's tag.
-
-        Of this rank's model and samples alone: nothing is reduced.
-        """
+        """Gradients of the mean loss by tag, on this rank only."""
         import tensorflow as tf
 
         weights = weights_by_tag(model)
@@ -88,10 +85,7 @@ class Autoencoder(Workload):
 
 @dataclass(frozen=True)
 class ImagesOf:
-    """The images of a source as what goes in and as what is to come out.
-
-    Bytes become floats in [0, 1]; floats stay as they are.
-    """
+    """A source's images as inputs and targets. Bytes become floats in [0, 1]."""
 
     labelled: Source
 
@@ -100,7 +94,7 @@ class ImagesOf:
         return self.labelled.num_samples
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Images float32 [n, h, w, c], twice."""
+        """Return images float32 [n, h, w, c], twice."""
         import tensorflow as tf
 
         images, _ = self.labelled.gather(indices)
@@ -110,25 +104,24 @@ class ImagesOf:
 
 
 def image_shape(data: str) -> tuple[int, int, int]:
-    """Height, width and channels of the images of ``data``."""
+    """Return (height, width, channels)."""
     if data not in IMAGE_SHAPES:
         raise UsageError(f"options.data is {data!r}; it must be one of {', '.join(IMAGE_SHAPES)}.")
     return IMAGE_SHAPES[data]
 
 
 def plan_sides(side: int, levels: int) -> list[int]:
-    """The side of the image, in pixels, before the first level and after each: halves, rounded up."""
+    """Return the side in pixels before and after each level: halves, rounded up."""
     return [-(-side // 2**level) for level in range(levels + 1)]
 
 
 def choose_levels(height: int, width: int) -> int:
-    """Number of times to halve an image: until the next time would leave less than ``LEAST_SIDE`` pixels of its shorter
-    side, and at most ``MAX_LEVELS`` times."""
+    """Number of halvings that leave at least ``LEAST_SIDE`` pixels."""
     return sum(side >= LEAST_SIDE for side in plan_sides(min(height, width), MAX_LEVELS)[1:])
 
 
 def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
-    """Images [n, *shape] in [0, 1] of any size, also an odd one -> images of the same shape, in (0, 1).
+    """Images [n, *shape] in [0, 1] -> the same shape, in (0, 1). Sides may be odd.
 
     The first level has ``width`` channels, each further one twice as many.
     """
@@ -150,16 +143,16 @@ def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
         x = crop(x, heights[level], breadths[level])
     if levels:
         x = layers.Conv2DTranspose(channels, activation="sigmoid", name="decoder1", **convolution)(x)
-    else:  # too small to be halved
+    else:  # too small to halve
         x = layers.Conv2D(channels, 3, padding="same", activation="sigmoid", name="decoder1")(x)
     return keras.Model(images, crop(x, height, breadth), name="autoencoder")
 
 
 def crop(x: Any, height: int, breadth: int) -> Any:
-    """Leave out the first row or column where a transposed convolution makes one more than the encoder had.
+    """Remove the first row or column if a transposed convolution returns one too many.
 
-    Of an odd number of pixels the encoder's windows are centred at the even ones, of an even number at the odd ones;
-    the transposed convolution's always at the odd ones.
+    The encoder's windows are centred at even pixels of odd sides, and at odd pixels of even sides; the transposed
+    convolution's always at odd ones.
     """
     from keras import layers
 
@@ -168,7 +161,7 @@ def crop(x: Any, height: int, breadth: int) -> Any:
 
 
 def weights_by_tag(model: keras.Model) -> dict[str, keras.Variable]:
-    """Every weight under its name in TensorBoard: ``weights/encoder1`` for a kernel, ``biases/encoder1`` for a bias."""
+    """Return weights by TensorBoard tag: ``weights/encoder1`` for a kernel, ``biases/encoder1`` for a bias."""
     kinds = {"kernel": "weights", "bias": "biases"}
     return {
         f"{kinds[variable.name]}/{layer.name}": variable

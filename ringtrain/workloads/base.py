@@ -1,7 +1,7 @@
-"""The interface of a workload: read this before you bring your own model.
+"""Interface of a workload: a class with a model, its data and its loss.
 
-A workload is a class with a model, its data and its loss. Derive from ``Workload``, say ``create_model``,
-``create_sources`` and ``loss``, and run ``python -m ringtrain --workload path/to/file.py:YourClass``.
+Derive from ``Workload``, define ``create_model``, ``create_sources`` and ``loss``, and run ``python -m ringtrain
+--workload path/to/file.py:YourClass``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Sources(NamedTuple):
-    """The data of a workload: samples to train on, or a feed of them, and perhaps samples to evaluate on."""
+    """Training data (samples or a stream of them), and optional evaluation samples."""
 
     train: Source | Feed
     evaluation: Source | None = None
@@ -32,7 +32,7 @@ class Images(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """The distribution of numbers for TensorBoard: a tensor of any shape."""
+    """Numbers of any shape, for a histogram in TensorBoard."""
 
     values: Any
 
@@ -40,8 +40,8 @@ class Histogram(NamedTuple):
 class Workload(abc.ABC):
     """A model with its data, loss, metrics and default settings.
 
-    Everything that touches TensorFlow belongs into the methods, and into the imports at their top: then ``--help`` and
-    error messages come at once. In a file of your own, imports at the top of the file work as well.
+    Import TensorFlow inside the methods for fast ``--help`` and error messages; imports at the top of the file work
+    too.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -61,68 +61,67 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def create_model(self) -> keras.Model:
-        """A built Keras model. Every rank builds one; rank 0's first weights are the ones that count."""
+        """Return a built Keras model. Every rank builds one; rank 0's initial weights are used."""
 
     @abc.abstractmethod
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
-        """The data, the same on every rank.
+        """Return the data, the same on every rank.
 
         Args:
-            data_dir: ``--data_dir``; None if it was not given.
-            synthetic: True for synthetic data of the same shape, for measuring.
+            data_dir: ``--data_dir``; None if not given.
+            synthetic: return synthetic data of the same shape, for benchmarks.
 
         Raises:
-            DataError: the data are missing or damaged; the message names the file, the rule and the remedy.
+            DataError: data are missing or damaged; name the file, the rule and the remedy.
         """
 
     @abc.abstractmethod
     def loss(self, y: Any, outputs: Any) -> tf.Tensor:
-        """The loss of each sample.
+        """Return the loss of each sample.
 
         Args:
             y: the source's y for n samples.
-            outputs: what the model gave for their x, at least float32.
+            outputs: the model's outputs, at least float32.
 
         Returns:
-            [n]: one value per sample; its mean over the global batch is trained (regularisation losses of the model
-            are added to it).
+            [n]: its mean over the global batch, plus the model's regularisation losses, is minimised.
         """
 
     def metrics(self, y: Any, outputs: Any) -> dict[str, tf.Tensor]:
-        """Further values of each sample, [n] each, logged as means over all samples. Called like ``loss``.
+        """Return further values per sample, [n] each, logged as means over all samples.
 
-        A name must not be one that ``metrics.jsonl`` has already, such as ``step`` or ``loss``.
+        Names of ``metrics.jsonl``, such as ``step`` or ``loss``, are reserved.
         """
         return {}
 
     def augment(self, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
-        """Change a batch of training samples at random.
+        """Augment a batch of training samples at random.
 
         Args:
             x, y: n samples.
-            keys: a key for each sample, uint64 [n]; give them to the functions of ``ringtrain.augment``, so that
-                what a sample gets depends on the seed, the epoch and the sample alone.
+            keys: uint64 [n], a key for each sample, for the functions of ``ringtrain.augment``: augmentation then
+                depends on seed, epoch and sample only.
 
         Returns:
-            x and y of the same n samples, in the same structure; shapes and types of a sample may be others.
+            x and y of the same n samples, in the same structure; shapes and types of a sample may change.
         """
         return x, y
 
     def summaries(self, model: keras.Model, x: Any, y: Any) -> dict[str, Images | Histogram]:
-        """Images and histograms for TensorBoard after each evaluation, by name.
+        """Return images and histograms for TensorBoard by name, after each evaluation.
 
         Args:
-            model: the model; call it for inference only, since one rank alone is here.
+            model: the model, for inference only: one rank alone calls this.
             x, y: a few evaluation samples.
         """
         return {}
 
     def create_optimizer(self, learning_rate: float) -> keras.optimizers.Optimizer | None:
-        """An optimizer of your own, or None for the one of the ``optimizer`` settings.
+        """Return a custom optimizer; None: by the ``optimizer`` settings.
 
         Args:
-            learning_rate: where the schedule of the settings starts. An optimizer made with a plain number follows that
-                schedule; one made with a Keras ``LearningRateSchedule`` keeps its own, and so does each part of a
-                ``MultiOptimizer``, of which the log shows the first part's.
+            learning_rate: the schedule's initial value. An optimizer with a plain number follows the schedule; a Keras
+                ``LearningRateSchedule`` is kept, also in each part of a ``MultiOptimizer``, of which the first part's
+                is logged.
         """
         return None

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 CROP_SIZE = 24
-MAX_BRIGHTNESS_DELTA = 63.0  # of pixels 0 to 255
+MAX_BRIGHTNESS_DELTA = 63.0  # for pixels 0 to 255
 CONTRAST_RANGE = (0.2, 1.8)
 WEIGHT_DECAY = 0.004  # of tf.nn.l2_loss, half the sum of squares
-NUM_SYNTHETIC = (12_800, 1_280)  # to train on and to evaluate on
+NUM_SYNTHETIC = (12_800, 1_280)  # training, evaluation
 _EVALUATION_CHUNK = 1_000
 
 
 class Cifar10(Workload):
-    """Two convolutions with local response normalisation, and three dense layers, on random 24x24 crops."""
+    """Two convolutions with local response normalisation and three dense layers, on random 24x24 crops."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "batch_size": 128,
@@ -81,7 +81,7 @@ class Cifar10(Workload):
         return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Raw images uint8 [n, 32, 32, 3] -> distorted and standardised ones, float32 [n, 24, 24, 3]."""
+        """uint8 [n, 32, 32, 3] -> standardised float32 [n, 24, 24, 3]."""
         import tensorflow as tf
 
         from ringtrain.data import augment
@@ -93,7 +93,7 @@ class Cifar10(Workload):
         return augment.per_image_standardization(x), y
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
-        """The images as the model gets them, every kernel, and what the convolutions make of the images."""
+        """Model inputs, kernels and activations."""
         import keras
 
         convolutions = ("conv1", "conv2")
@@ -109,13 +109,12 @@ class Cifar10(Workload):
 
 
 def trained_kernels(model: keras.Model) -> dict[str, Histogram]:
-    """The distribution of every kernel that is trained, for TensorBoard."""
     layers = [layer for layer in model.layers if layer.trainable and hasattr(layer, "kernel")]
     return {f"kernels/{layer.name}": Histogram(np.asarray(layer.kernel, np.float32)) for layer in layers}
 
 
 def initial(*, stddev: float, bias: float) -> dict[str, Any]:
-    """A layer's first weights: a normal distribution, cut off at two standard deviations, and the same bias for all."""
+    """Truncated normal distribution, at two standard deviations, and constant bias."""
     from keras import initializers
 
     return {
@@ -125,14 +124,14 @@ def initial(*, stddev: float, bias: float) -> dict[str, Any]:
 
 
 def weight_decay() -> dict[str, Any]:
-    """A penalty ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)`` for the objective. Keras' L2 has no factor of a half."""
+    """``WEIGHT_DECAY * tf.nn.l2_loss(kernel)``; Keras' L2 lacks the factor 1/2."""
     from keras import regularizers
 
     return {"kernel_regularizer": regularizers.L2(WEIGHT_DECAY / 2)}
 
 
 def prepare_for_evaluation(images: np.ndarray) -> np.ndarray:
-    """The middle of each image, standardised: uint8 [n, 32, 32, 3] -> float32 [n, 24, 24, 3]."""
+    """Central crops: uint8 [n, 32, 32, 3] -> standardised float32 [n, 24, 24, 3]."""
     import tensorflow as tf
 
     from ringtrain.data.augment import per_image_standardization
@@ -140,14 +139,14 @@ def prepare_for_evaluation(images: np.ndarray) -> np.ndarray:
     start, end = (IMAGE_SIZE - CROP_SIZE) // 2, (IMAGE_SIZE + CROP_SIZE) // 2
     prepared = np.empty((len(images), CROP_SIZE, CROP_SIZE, 3), np.float32)
     with tf.device("CPU"):
-        for first in range(0, len(images), _EVALUATION_CHUNK):  # what is between needs several times the memory
+        for first in range(0, len(images), _EVALUATION_CHUNK):  # limits temporary memory
             chunk = slice(first, first + _EVALUATION_CHUNK)
             prepared[chunk] = per_image_standardization(tf.cast(images[chunk, start:end, start:end], tf.float32))
     return prepared
 
 
 def read_sources(data_dir: Path | None, *, synthetic: bool) -> Sources:
-    """CIFAR-10's images of bytes with their labels, to train on and to evaluate on, or synthetic ones."""
+    """CIFAR-10's uint8 images with labels, or synthetic ones."""
     return Sources(*(from_arrays(*samples) for samples in _read_samples(data_dir, synthetic=synthetic)))
 
 
@@ -156,7 +155,7 @@ def _read_samples(data_dir: Path | None, *, synthetic: bool) -> Sequence[Samples
 
 
 def make_samples(counts: Sequence[int], image_size: int, num_classes: int) -> list[Samples]:
-    """Random images uint8 [n, h, w, 3] and labels, for measuring: ``counts`` to train on and to evaluate on."""
+    """Random images uint8 [n, h, w, 3] and labels; ``counts``: training, evaluation."""
     samples = []
     for part, count in enumerate(counts):
         generator = np.random.default_rng(part)
@@ -166,7 +165,7 @@ def make_samples(counts: Sequence[int], image_size: int, num_classes: int) -> li
 
 
 def rescale(images: np.ndarray) -> np.ndarray:
-    """Each image [n, h, w, c] stretched from its smallest and largest value to 0 and 1, to be looked at."""
+    """Stretch each image [n, h, w, c] to [0, 1]."""
     low = images.min(axis=(1, 2, 3), keepdims=True)
     high = images.max(axis=(1, 2, 3), keepdims=True)
     return (images - low) / np.maximum(high - low, np.finfo(images.dtype).tiny)

@@ -1,9 +1,8 @@
-"""cifar10_resnet: a small residual network and a recipe that bring CIFAR-10 to 90 % in sixteen epochs.
+"""cifar10_resnet: a small residual network that reaches 90 % on CIFAR-10 in sixteen epochs.
 
-What it is made of is known from Page's "How to Train Your ResNet" (2018) and Jordan's "94% on CIFAR-10 in 3.29 Seconds
-on a Single GPU" (2024): a first convolution that whitens the image and is not trained, pooling before normalisation, a
-triangular learning rate, label smoothing, and a mirrored view at evaluation. The widths, and the settings of the
-optimizer as far as they carry over, are Jordan's, for half of the batch.
+After Page's "How to Train Your ResNet" (2018) and Jordan's "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024): a
+fixed whitening convolution, pooling before normalisation, a triangular learning rate, label smoothing, and a mirrored
+view at evaluation. Widths and most optimizer settings are Jordan's, for half the batch.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-MAX_SHIFT = 2  # pixels each way, Jordan's for ten epochs; 4 where a run is several times as long
+MAX_SHIFT = 2  # pixels; Jordan: 2 for ten epochs, 4 for longer runs
 LABEL_SMOOTHING = 0.2
-LOGIT_SCALE = 1 / 9  # Jordan's: the softmax begins soft
-BLOCK_WIDTHS = (1, 4, 4)  # in units of the option ``width``
-# Of CIFAR-10's training images, of pixels in [0, 1]: the mean of each channel, and the deviations of 2x2 patches along
-# the axes of ``patch_axes``.
+LOGIT_SCALE = 1 / 9  # Jordan's: a soft initial softmax
+BLOCK_WIDTHS = (1, 4, 4)  # times the option ``width``
+# Of CIFAR-10's training images in [0, 1]: mean of each channel, and deviations of 2x2 patches along ``patch_axes``.
 CHANNEL_MEANS = (0.4914, 0.4822, 0.4465)
 PATCH_DEVIATIONS = (
     (0.798, 0.221, 0.102),
@@ -36,11 +34,11 @@ PATCH_DEVIATIONS = (
     (0.147, 0.0153, 0.0096),
     (0.0586, 0.0036, 0.0027),
 )
-LEAST_DEVIATION = 0.005  # what varies less than this is noise of the camera or of JPEG, and is not blown up
+LEAST_DEVIATION = 0.005  # smaller variation is camera or JPEG noise: not amplified
 
 
 class Cifar10Resnet(Workload):
-    """A whitening convolution, three blocks of two convolutions each, and one dense layer."""
+    """Whitening convolution, three blocks of two convolutions, and a dense layer."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "global_batch_size": 512,
@@ -79,7 +77,7 @@ class Cifar10Resnet(Workload):
         return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Images [n, 32, 32, 3], shifted with their edges mirrored and flipped at random, of the same type."""
+        """Random shifts, with mirrored edges, and flips of [n, 32, 32, 3]; the type is kept."""
         import tensorflow as tf
 
         from ringtrain.data import augment
@@ -90,15 +88,14 @@ class Cifar10Resnet(Workload):
         return augment.random_flip_left_right(x, keys, draw=1), y
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
-        """The images, and every kernel that is trained."""
         return {"images": Images(np.asarray(x, np.float32) / 255), **trained_kernels(model)}
 
 
 def create_network(width: int) -> keras.Model:
-    """Images [n, 32, 32, 3] of bytes -> logits [n, 10].
+    """uint8 images [n, 32, 32, 3] -> logits [n, 10].
 
-    Each block halves the sides, and its second convolution adds to what the first one made. The normalisation is that
-    of the global batch, so that N ranks train what one would. The first block has ``width`` channels.
+    Each block halves the sides; its second convolution is residual. Normalisation covers the global batch. The first
+    block has ``width`` channels.
     """
     import keras
     from keras import layers
@@ -106,7 +103,7 @@ def create_network(width: int) -> keras.Model:
     from ringtrain.workloads.mirror_average import MirrorAverage
 
     images = keras.Input((IMAGE_SIZE, IMAGE_SIZE, 3), dtype="uint8")
-    # A factor for each channel, as there are offsets: Keras 3.11 takes one factor for one channel.
+    # One factor per channel: Keras 3.11 takes a single factor for one channel.
     x = layers.Rescaling([1 / 255] * 3, [-mean for mean in CHANNEL_MEANS], name="centred")(images)
     kernel = whitening_kernel()
     whitening = layers.Conv2D(kernel.shape[-1], kernel.shape[0], use_bias=False, trainable=False, name="whitening")
@@ -122,9 +119,9 @@ def create_network(width: int) -> keras.Model:
 
 
 def convolution(x: Any, channels: int, name: str, *, pool: bool = False) -> Any:
-    """3x3 convolution, pooling where asked, normalisation over the global batch, GELU.
+    """3x3 convolution, optional pooling, normalisation over the global batch, GELU.
 
-    The normalisation has no factors of its own: the convolutions that follow have them.
+    No scale in the normalisation: later convolutions have it.
     """
     from keras import layers
 
@@ -132,16 +129,16 @@ def convolution(x: Any, channels: int, name: str, *, pool: bool = False) -> Any:
 
     x = layers.Conv2D(channels, 3, padding="same", use_bias=False, name=name)(x)
     if pool:
-        x = layers.MaxPooling2D()(x)  # before the normalisation, which then has a quarter to do
+        x = layers.MaxPooling2D()(x)  # first, so that the normalisation has a quarter of the work
     x = SyncBatchNormalization(momentum=0.9, scale=False, name=f"{name}_norm")(x)
     return layers.Activation("gelu")(x)
 
 
 def patch_axes() -> npt.NDArray[np.float64]:
-    """The axes along which the pixels of natural 2x2 patches do not correlate, near enough: [4, 3, 2, 2, 3].
+    """Axes of natural 2x2 patches with almost uncorrelated pixels: [4, 3, 2, 2, 3].
 
-    Mean and differences over the patch (Haar) times brightness, red-blue and green-magenta; each of length 1. On
-    CIFAR-10 no two of them correlate by more than 0.1, and their deviations are those of the principal components.
+    Haar functions times brightness, red-blue and green-magenta, of length 1. On CIFAR-10 correlations are at most 0.1,
+    and deviations equal those of the principal components.
     """
     places = np.array([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]) / 2
     colours = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]]) / np.sqrt([[3], [2], [6]])
@@ -149,7 +146,7 @@ def patch_axes() -> npt.NDArray[np.float64]:
 
 
 def whitening_kernel() -> npt.NDArray[np.float64]:
-    """A convolution's kernel [2, 2, 3, 24]: the axes of ``patch_axes``, each of unit variance, and their negatives."""
+    """Kernel [2, 2, 3, 24]: ``patch_axes`` with unit variance, and their negatives."""
     deviations = np.hypot(np.array(PATCH_DEVIATIONS), LEAST_DEVIATION)  # [4, 3]
     filters = patch_axes() / deviations[:, :, np.newaxis, np.newaxis, np.newaxis]
     filters = filters.reshape(-1, 2, 2, 3).transpose(1, 2, 3, 0)  # [2, 2, 3, 12]

@@ -24,14 +24,12 @@ FILE = Path(__file__).with_suffix(".npz")
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Load the images (uint8 [1797, 8, 8], grey levels 0 to 16) and their labels (int64 [1797])."""
+    """Return images (uint8 [1797, 8, 8], grey levels 0 to 16) and labels (int64 [1797])."""
     with np.load(FILE, allow_pickle=False) as arrays:
         return arrays["images"], arrays["labels"].astype(np.int64)
 
 
 class Digits(Workload):
-    """A small convolutional network on scanned digits."""
-
     defaults: ClassVar[Mapping[str, Any]] = {
         "epochs": 30,
         "batch_size": 32,
@@ -62,9 +60,9 @@ class Digits(Workload):
         images, labels = load_digits()
         if synthetic:
             images = np.random.default_rng(0).integers(0, 17, images.shape)
-        images = (images / 16).astype(np.float32)[..., np.newaxis]  # 17 grey levels -> [0, 1], [n, 8, 8, 1]
+        images = (images / 16).astype(np.float32)[..., np.newaxis]  # [n, 8, 8, 1] in [0, 1]
         with np.load(FILE, allow_pickle=False) as arrays:
-            train, evaluation = arrays["train"], arrays["evaluation"]  # indices; the classes have equal shares in both
+            train, evaluation = arrays["train"], arrays["evaluation"]  # indices, with equal shares of the classes
         return Sources(from_arrays(images[train], labels[train]), from_arrays(images[evaluation], labels[evaluation]))
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:

@@ -1,9 +1,8 @@
 """inception: Inception v3 with its auxiliary classifier (Szegedy et al. 2015, arXiv:1512.00567), on an image folder.
 
-The paper's section 8 gives the optimizer and its schedule, section 7 the label smoothing, section 4 the auxiliary
-classifier. What it leaves open is as in the authors' code (tensorflow/models, research/slim: nets/inception_v3.py,
-nets/inception_utils.py, train_image_classifier.py): the weight of the auxiliary loss, weight decay, dropout, and the
-layers and first weights of the auxiliary classifier.
+Optimizer and schedule: the paper's section 8; label smoothing: section 7; auxiliary classifier: section 4. Weight of
+the auxiliary loss, weight decay, dropout, and details of the auxiliary classifier: the authors' code
+(tensorflow/models, research/slim: nets/inception_v3.py, nets/inception_utils.py, train_image_classifier.py).
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-MIN_IMAGE_SIZE = 75  # what leaves one pixel after the last strided convolution
+MIN_IMAGE_SIZE = 75  # leaves one pixel after the last strided convolution
 LABEL_SMOOTHING = 0.1
 AUXILIARY_WEIGHT = 0.4
 WEIGHT_DECAY = 0.00004  # of tf.nn.l2_loss, half the sum of squares
 DROPOUT = 0.2
 MAX_SHIFT = 1 / 8  # of an image's size
 TOP = 5
-NUM_SYNTHETIC = (512, 64)  # to train on and to evaluate on
+NUM_SYNTHETIC = (512, 64)  # training, evaluation
 
 
 class Inception(Workload):
-    """Inception v3 on uint8 images [n, h, w, 3], of 75 pixels and more each way.
+    """Inception v3 on uint8 images [n, h, w, 3] of at least 75 pixels per side.
 
-    The model gives logits [n, classes] under two names: ``main``, and ``auxiliary``, which is there for the loss alone.
+    Outputs: logits [n, classes] as ``main``, and as ``auxiliary`` for the loss only.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -57,7 +56,7 @@ class Inception(Workload):
     }
 
     options: ClassVar[Mapping[str, Any]] = {
-        "image_size": None,  # pixels each way that images are resized to; None: they have one size already
+        "image_size": None,  # target size in pixels; None: images have one size
         "synthetic_classes": 10,
     }
 
@@ -66,7 +65,7 @@ class Inception(Workload):
         self._num_classes: int = self.options["synthetic_classes"]
 
     def create_model(self) -> keras.Model:
-        """A model for the images and the classes of the sources, which are created first."""
+        """Needs the sources' image shape and classes: create those first."""
         return build_inception(self._image_shape, self._num_classes)
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
@@ -103,24 +102,22 @@ class Inception(Workload):
         return Sources(train, evaluation)
 
     def loss(self, y: tf.Tensor, outputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Cross entropy of both classifiers with smoothed labels."""
         return smoothed_cross_entropy(y, outputs["main"]) + AUXILIARY_WEIGHT * smoothed_cross_entropy(
             y, outputs["auxiliary"]
         )
 
     def metrics(self, y: tf.Tensor, outputs: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Top-1 and top-5 accuracy of the main classifier."""
         import keras
         import tensorflow as tf
 
-        logits = tf.cast(outputs["main"], tf.float32)  # the only type that tf.math.in_top_k takes
+        logits = tf.cast(outputs["main"], tf.float32)  # tf.math.in_top_k takes no other type
         return {
             "accuracy": keras.metrics.sparse_categorical_accuracy(y, logits),
             f"top{TOP}_accuracy": keras.metrics.sparse_top_k_categorical_accuracy(y, logits, k=TOP),
         }
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Mirrored or not, and shifted: a crop of the image with a black border."""
+        """Random flip, and shift with a black border."""
         from ringtrain.data.augment import random_flip_left_right, random_shift
 
         x = random_flip_left_right(x, keys, draw=0)
@@ -131,7 +128,7 @@ class Inception(Workload):
 
 
 def build_inception(image_shape: tuple[int, int, int], num_classes: int) -> keras.Model:
-    """The network: uint8 images [n, *image_shape] -> {"main": logits, "auxiliary": logits}, [n, num_classes] each."""
+    """uint8 images [n, *image_shape] -> {"main": logits, "auxiliary": logits}, [n, num_classes] each."""
     import keras
     from keras import layers
 
@@ -153,10 +150,9 @@ def build_inception(image_shape: tuple[int, int, int], num_classes: int) -> kera
 
 
 def add_auxiliary_classifier(features: keras.KerasTensor, num_classes: int) -> keras.KerasTensor:
-    """Logits from the last layer of the 17x17 grid (of 299x299 images), [n, h, w, 768].
+    """Logits from the last layer of the 17x17 grid (for 299x299 images), [n, h, w, 768].
 
-    Smaller images have a smaller grid, to which the kernels are cut down; of larger ones, what the last convolution
-    leaves is averaged.
+    For smaller images kernels are cut to the grid; for larger ones the last convolution's outputs are averaged.
     """
     from keras import layers
     from keras.initializers import TruncatedNormal
@@ -167,7 +163,7 @@ def add_auxiliary_classifier(features: keras.KerasTensor, num_classes: int) -> k
         return layers.Activation("relu", name=f"auxiliary_{name}_relu")(outputs)
 
     pool_size = cut_to(features, 5)
-    outputs = layers.AveragePooling2D(pool_size, strides=3, name="auxiliary_pool")(features)  # [n, 5, 5, 768] of 299
+    outputs = layers.AveragePooling2D(pool_size, strides=3, name="auxiliary_pool")(features)  # [n, 5, 5, 768] for 299
     outputs = convolve(outputs, 128, (1, 1), "projection")
     outputs = convolve(outputs, 768, cut_to(outputs, 5), "convolution", kernel_initializer=TruncatedNormal(stddev=0.01))
     outputs = layers.GlobalAveragePooling2D(name="auxiliary_features")(outputs)  # [n, 768]
@@ -175,14 +171,14 @@ def add_auxiliary_classifier(features: keras.KerasTensor, num_classes: int) -> k
 
 
 def cut_to(features: keras.KerasTensor, size: int) -> tuple[int, ...]:
-    """A kernel of this size, or as large as the features [n, h, w, c] allow."""
+    """Limit a kernel size to the features [n, h, w, c]."""
     return tuple(min(size, extent) for extent in features.shape[1:3])
 
 
 def add_weight_decay(model: keras.Model) -> None:
-    """Add ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)`` of every layer to the objective. Keras' L2 has no factor of a half.
+    """Add ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)``; Keras' L2 lacks the factor 1/2.
 
-    The layers of keras.applications take no regularizer when they are made.
+    keras.applications takes no regularizer.
     """
     from keras import regularizers
 
@@ -192,7 +188,7 @@ def add_weight_decay(model: keras.Model) -> None:
 
 
 def smoothed_cross_entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Cross entropy [n] with labels of which LABEL_SMOOTHING is spread evenly over all classes (section 7)."""
+    """Return [n]; LABEL_SMOOTHING of each label is spread over all classes (section 7)."""
     import keras
     import tensorflow as tf
 

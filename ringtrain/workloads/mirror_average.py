@@ -1,4 +1,4 @@
-"""A model of images that is evaluated on each image and on its mirror image."""
+"""Model that averages outputs over an image and its mirror image."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import keras
 
 @keras.saving.register_keras_serializable(package="ringtrain")
 class MirrorAverage(keras.Model):
-    """A functional model whose outputs, outside training, are the mean of those for an image and for its mirror image.
+    """Functional model; outside training it averages outputs over each image and its mirror image.
 
-    Made as any functional model: ``MirrorAverage(inputs, outputs)``; the inputs are images [n, h, w, c]. Training sees
-    each image as it comes.
+    ``MirrorAverage(inputs, outputs)``, with images [n, h, w, c].
     """
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:

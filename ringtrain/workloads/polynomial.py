@@ -1,4 +1,4 @@
-"""polynomial: the coefficients of y = 5x² + 3, found by gradient descent. The smallest workload there is."""
+"""polynomial: fits the coefficients of y = 5x² + 3. The smallest workload."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_SAMPLES = {"train": 1_000, "evaluation": 100}
 
 
 class Polynomial(Workload):
-    """A linear model on the features x², x and 1; its one weight ``coefficients`` is [3, 1]."""
+    """Linear model on x², x and 1; one weight ``coefficients`` [3, 1]."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "steps": 1_000,
@@ -52,6 +52,6 @@ class Polynomial(Workload):
 
 
 def make_samples(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """x, evenly spread over [-1, 1], and y, both float32 [count, 1]."""
+    """Return x in [-1, 1] and y, float32 [count, 1]."""
     x = np.linspace(-1, 1, count)[:, np.newaxis]
     return x.astype(np.float32), np.polyval(COEFFICIENTS, x).astype(np.float32)

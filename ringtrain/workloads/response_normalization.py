@@ -1,4 +1,4 @@
-"""Local response normalisation as a Keras layer, for every type and with a fast gradient."""
+"""Local response normalisation for all types, with a fast gradient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import tensorflow as tf
 
 @keras.saving.register_keras_serializable(package="ringtrain")
 class LocalResponseNormalization(keras.layers.Layer):
-    """Each value divided by what its neighbours in channel add up to (Krizhevsky, Sutskever and Hinton 2012, 3.3).
+    """Local response normalisation over channels (Krizhevsky, Sutskever and Hinton 2012, 3.3).
 
     As ``tf.nn.local_response_normalization``: y_i = x_i / (bias + alpha * sum of x_j**2, |j - i| <= radius)**beta.
-    TensorFlow's kernel knows float32 and float16 alone, and its gradient on a CPU is a loop over single values: forward
-    and backward take four times as long. Here the sum over a window of channels is a product with a constant band
-    matrix, and so is its gradient.
+    TensorFlow's kernel supports float32 and float16 only, and its CPU gradient is a scalar loop: four times slower.
+    Here the window's sum is a product with a band matrix.
     """
 
     def __init__(self, *, depth_radius: int, bias: float, alpha: float, beta: float, **options: Any) -> None:
@@ -24,20 +23,16 @@ class LocalResponseNormalization(keras.layers.Layer):
         self.depth_radius, self.bias, self.alpha, self.beta = depth_radius, bias, alpha, beta
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Normalise [..., channels]. Half precision is computed in float32: squares would leave its range."""
+        """[..., channels]. Half precision is computed in float32: squares would overflow."""
         dtype = tf.float64 if inputs.dtype == tf.float64 else tf.float32
         return tf.cast(self._normalize(tf.cast(inputs, dtype)), inputs.dtype)
 
     def _normalize(self, inputs: tf.Tensor) -> tf.Tensor:
         channels = np.arange(inputs.shape[-1])
         window = np.abs(channels[:, np.newaxis] - channels) <= self.depth_radius  # [channels, channels]
-        squares = tf.reshape(
-            tf.square(inputs), [-1, len(channels)]
-        )  # two dimensions: one product, not one for each row
+        squares = tf.reshape(tf.square(inputs), [-1, len(channels)])  # 2-D: one product instead of one per row
         sums = tf.reshape(tf.matmul(squares, tf.constant(window, inputs.dtype)), tf.shape(inputs))
-        return inputs * tf.exp(
-            -self.beta * tf.math.log(self.bias + self.alpha * sums)
-        )  # tf.pow takes four times as long
+        return inputs * tf.exp(-self.beta * tf.math.log(self.bias + self.alpha * sums))  # four times as fast as tf.pow
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return input_shape

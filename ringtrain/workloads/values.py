@@ -1,4 +1,4 @@
-"""Apply a workload to a batch: the model's outputs, each sample's loss and metrics."""
+"""A workload applied to a batch: outputs, losses and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, is_users_own
 from ringtrain.workloads.base import Workload
 
-# The keys of the events in metrics.jsonl, in addition to the metrics.
+# Keys of events in metrics.jsonl.
 RESERVED_NAMES = {
     "communication_sec", "compute_sec", "data_loss", "epoch", "event", "examples_per_sec", "gradient_norm",
     "input_sec", "loss", "lr", "other_sec", "samples", "samples_seen", "sec_per_step", "seconds", "step", "time",
@@ -23,14 +23,14 @@ FORGOTTEN = "None: is a return missing?"
 
 
 def needs_every_rank(workload: Workload, model: keras.Model) -> bool:
-    """True if what is computed of a rank's samples asks the other ranks, such as SyncBatchNormalization does."""
+    """True if computations on a rank's samples involve other ranks, as in SyncBatchNormalization."""
     return workload.needs_every_rank or any(
         getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()
     )
 
 
 def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool) -> Any:
-    """The model's outputs for the samples x. An error of a layer of the user's own is raised as it is."""
+    """Errors of user-defined layers are raised unchanged."""
     try:
         outputs = model(x, training=training)
     except Exception as error:
@@ -39,7 +39,7 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
         ):
             raise
         which = "training" if training else "evaluation"
-        inputs = getattr(getattr(model, "_functional", model), "_inputs_struct", None)  # of one that begins with Inputs
+        inputs = getattr(getattr(model, "_functional", model), "_inputs_struct", None)  # of functional models
         takes = "" if inputs is None else f", which takes {describe_structure(inputs)},"
         raise UsageError(
             f"the model of {type(workload).__name__}.create_model{takes} does not take the x of the {which} samples, "
@@ -55,10 +55,10 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
 
 
 def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """The losses [n] and the metrics, [n] each, of n samples.
+    """Return the losses and metrics of n samples, [n] each.
 
-    Outputs of half precision are made float32 first, since a loss needs its range. The floats of y are made float64
-    where the outputs are, as in ``verify``: TensorFlow mixes no types.
+    Half-precision outputs become float32, for their range. If outputs are float64, as in ``verify``, so are y's floats:
+    TensorFlow does not mix types.
     """
     outputs = tf.nest.map_structure(_at_least_float32, outputs)
     if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):
@@ -87,7 +87,7 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
 
 
 def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None) -> tf.Tensor:
-    """A tensor [n] of numbers; ``num_samples`` is n, if it is known while the step is traced."""
+    """Check the tensor [n]; ``num_samples``: n, if known in tracing."""
     what = f"{workload} gives {name!r} "
     try:
         tensor = tf.convert_to_tensor(value)

@@ -1,1 +1,1 @@
-"""Samples: which make a global batch, where they come from, and how they reach the step."""
+"""Samples: sources, order, and input pipeline."""

@@ -1,8 +1,7 @@
-"""Random augmentation of whole batches, each sample by its own numbers.
+"""Random augmentation of batches, with random numbers per sample.
 
-What a sample gets depends on (seed, epoch, sample index) alone: not on the rank that reads it, nor on the batch that it
-falls into. TensorFlow's stateless random operations take one seed for a whole tensor, so the numbers come from a
-counter-based generator of our own that takes a key for each sample.
+They depend on (seed, epoch, sample index) only, not on rank or batch. TensorFlow's stateless operations take one seed
+per tensor, hence a counter-based generator with a key for each sample.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # splitmix64's increment (Steele, Lea and Fl
 
 @graph_code
 def sample_keys(seed: int, epoch: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-    """A key for each sample in this epoch.
+    """Return a key for each sample in this epoch.
 
     Args:
         seed: the run's seed.
@@ -39,7 +38,7 @@ def uniform(keys: tf.Tensor, draw: int, shape: tuple[int, ...] = ()) -> tf.Tenso
 
     Args:
         keys: of ``sample_keys``, uint64 [n].
-        draw: which draw of this sample it is; another number gives independent values.
+        draw: number of the draw; each gives independent values.
         shape: values per sample.
 
     Returns:
@@ -55,7 +54,7 @@ def uniform(keys: tf.Tensor, draw: int, shape: tuple[int, ...] = ()) -> tf.Tenso
 
 @graph_code
 def random_shift(images: tf.Tensor, keys: tf.Tensor, max_pixels: int, *, draw: int = 0) -> tf.Tensor:
-    """Shift each image by whole pixels, up to ``max_pixels`` each way; zeros come in at the edges.
+    """Shift each image by up to ``max_pixels`` in each direction, padded with zeros.
 
     Args:
         images: [n, h, w, c].
@@ -68,7 +67,7 @@ def random_shift(images: tf.Tensor, keys: tf.Tensor, max_pixels: int, *, draw: i
 
 @graph_code
 def random_crop(images: tf.Tensor, keys: tf.Tensor, height: int, width: int, *, draw: int = 0) -> tf.Tensor:
-    """Cut a window out of each image, anywhere inside it.
+    """Crop a random window of each image.
 
     Args:
         images: [n, h, w, c], not smaller than the window.
@@ -95,7 +94,7 @@ def random_crop(images: tf.Tensor, keys: tf.Tensor, height: int, width: int, *, 
 
 @graph_code
 def random_flip_left_right(images: tf.Tensor, keys: tf.Tensor, *, draw: int = 0) -> tf.Tensor:
-    """Mirror each image [n, h, w, c], or not, with even chances."""
+    """Mirror each image [n, h, w, c] with probability 1/2."""
     height, width = images.shape[1], images.shape[2]
     columns = tf.range(width)
     columns = tf.where(uniform(keys, draw)[:, tf.newaxis] < 0.5, width - 1 - columns, columns)  # [n, w]
@@ -104,20 +103,20 @@ def random_flip_left_right(images: tf.Tensor, keys: tf.Tensor, *, draw: int = 0)
 
 @graph_code
 def random_brightness(images: tf.Tensor, keys: tf.Tensor, max_delta: float, *, draw: int = 0) -> tf.Tensor:
-    """Add a random number to each image [n, h, w, c] of floats, from -max_delta up to, not including, max_delta."""
+    """Add a random number in [-max_delta, max_delta) to each image, floats [n, h, w, c]."""
     return images + _one_for_each(uniform(keys, draw) * (2 * max_delta) - max_delta, images)
 
 
 @graph_code
 def random_contrast(images: tf.Tensor, keys: tf.Tensor, lower: float, upper: float, *, draw: int = 0) -> tf.Tensor:
-    """Stretch each channel of an image about its mean, by a factor of the image's own.
+    """Scale each channel about its mean, with one factor per image: (x - mean) * factor + mean.
 
-    As ``tf.image.adjust_contrast``: (x - mean) * factor + mean.
+    Like ``tf.image.adjust_contrast``.
 
     Args:
         images: floats [n, h, w, c].
         keys: of ``sample_keys``, uint64 [n].
-        lower, upper: the factor is at least ``lower`` and below ``upper``.
+        lower, upper: the factor is in [lower, upper).
     """
     factors = _one_for_each(uniform(keys, draw) * (upper - lower) + lower, images)
     means = tf.cast(_mean(images, axes=[1, 2]), images.dtype)  # [n, 1, 1, c]
@@ -128,8 +127,8 @@ def random_contrast(images: tf.Tensor, keys: tf.Tensor, lower: float, upper: flo
 def per_image_standardization(images: tf.Tensor) -> tf.Tensor:
     """Give each image mean 0 and standard deviation 1.
 
-    As ``tf.image.per_image_standardization``: the deviation counts as at least 1/sqrt(h * w * c), so that an image of
-    one colour becomes 0.
+    Like ``tf.image.per_image_standardization``: the deviation is at least 1/sqrt(h * w * c); images of one colour
+    become 0.
 
     Args:
         images: floats [n, h, w, c].
@@ -142,10 +141,7 @@ def per_image_standardization(images: tf.Tensor) -> tf.Tensor:
 
 
 def _gather_pixels(images: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
-    """The pixels [n, rows, columns, c] of rows [n or 1, rows] and columns [n, columns] of each image [n, h, w, c].
-
-    By one gather over all pixels: two gathers take longer.
-    """
+    """Select rows [n or 1, rows] and columns [n, columns] -> [n, rows, columns, c]; one gather is faster than two."""
     height, width, channels = images.shape[1:]
     first_rows = tf.range(tf.shape(images)[0])[:, tf.newaxis] * height  # [n, 1]
     pixels = (first_rows + rows)[:, :, tf.newaxis] * width + columns[:, tf.newaxis, :]  # [n, rows, columns]
@@ -153,18 +149,17 @@ def _gather_pixels(images: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf
 
 
 def _one_for_each(values: tf.Tensor, images: tf.Tensor) -> tf.Tensor:
-    """Values [n] as [n, 1, 1, 1], in the images' type."""
+    """[n] -> [n, 1, 1, 1]."""
     return tf.cast(values, images.dtype)[:, tf.newaxis, tf.newaxis, tf.newaxis]
 
 
 def _mean(images: tf.Tensor, *, axes: list[int]) -> tf.Tensor:
-    """Means over ``axes``, which are kept. Summed in float64: TensorFlow adds in another order where a batch holds one
-    image, which would show in float32, and what a sample gets must not depend on its batch."""
+    """Sum in float64: TensorFlow's order depends on the batch, visible in float32. Keeps ``axes``."""
     return tf.reduce_mean(tf.cast(images, tf.float64), axes, keepdims=True)
 
 
 def _mix(values: tf.Tensor) -> tf.Tensor:
-    """splitmix64's finaliser: every input bit reaches every output bit."""
+    """splitmix64's finaliser."""
 
     def xor_shifted(values: tf.Tensor, shift: int) -> tf.Tensor:
         return tf.bitwise.bitwise_xor(values, tf.bitwise.right_shift(values, tf.constant(shift, tf.uint64)))

@@ -1,7 +1,7 @@
-"""Digests of sources: of all data in memory, and of a part of the data in files.
+"""Digests of sources: of all data in memory, and of parts of files.
 
-Digests are equal where every byte is. Floating-point values may have been rounded otherwise on another kind of
-processor: where their digests differ, weighted sums of blocks tell whether that is all.
+Equal digests mean equal bytes. Floating-point values may be rounded differently on other processors: weighted sums of
+blocks then show if rounding is the only difference.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ringtrain.runtime import activity
 
 BLOCKS = 1024
 MAX_COLUMNS = 64
-COPIED_BYTES = 4 << 20  # slices of samples whose bytes are no multiple of 64 are copies
-SHARED_BYTES = 64 << 20  # others take less than half the time in larger ones
+COPIED_BYTES = 4 << 20  # slices with other than multiples of 64 bytes are copied
+SHARED_BYTES = 64 << 20  # twice as fast as with small slices
 SAMPLED_PIECES = 4096
 PIECE_BYTES = 4096
 GIVE_UP_SECONDS = 5.0
@@ -42,10 +42,10 @@ ROUNDING_OF_SUMS = 1e-10
 
 
 class Contents:
-    """Digests of sources, computed by a thread while the model is created."""
+    """Digests of sources, computed in a thread while the model is created."""
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
-        # Those in memory [n, ...], by names such as ``train x`` and ``evaluation y/class``.
+        # In memory [n, ...], by names such as ``train x`` and ``evaluation y/class``.
         self.arrays: dict[str, tf.Tensor] = {
             f"{name} {place}": array
             for name, source in sources.items()
@@ -61,10 +61,10 @@ class Contents:
         self._is_unwanted = Event()
         self._thread = Thread(target=self._read, name="ringtrain-contents", daemon=True)
         self._thread.start()
-        atexit.register(self._give_up)  # TensorFlow must not be taken down while the thread computes
+        atexit.register(self._give_up)  # TensorFlow must not shut down while the thread computes
 
     def facts(self) -> dict[str, list[str]]:
-        """The digests of each array's blocks, and what is sampled of each source's files, once it is known."""
+        """Wait for the digests of arrays and files."""
         try:
             return self._facts.result()
         except Exception as error:
@@ -88,12 +88,12 @@ class Contents:
 
 
 def block_size(num_samples: int) -> int:
-    """Number of samples each of at most ``BLOCKS`` blocks has."""
+    """Samples per block, for at most ``BLOCKS`` blocks."""
     return max(1, -(-num_samples // BLOCKS))
 
 
 def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None) -> list[str]:
-    """Digests of every ``size`` samples of an array [n, ...]; fewer once they are not wanted any more."""
+    """Digest every ``size`` samples of [n, ...]; stop early if unwanted."""
     bytes_per_sample = array.shape[1:].num_elements() * array.dtype.size
     num_bytes = COPIED_BYTES if bytes_per_sample % 64 else SHARED_BYTES
     step = size * max(1, num_bytes // max(1, size * bytes_per_sample))
@@ -112,17 +112,17 @@ def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None)
     return digests
 
 
-# --- Sums that rounding does not change ---
+# --- Sums tolerant to rounding ---
 
 
 def sum_blocks(array: tf.Tensor, size: int) -> list[Any]:
-    """Weighted sums of every ``size`` samples of an array [n, ...] of floating-point values.
+    """Weighted sums of every ``size`` samples of a floating-point array [n, ...].
 
-    The weights differ from sample to sample and from value to value, so that another order has another sum; of either
-    sign, they let errors of rounding add up to no more than their root mean square.
+    Weights differ between samples and values, so that the sum depends on the order; with both signs, rounding errors
+    add up to their root mean square only.
 
-    Of each block it gives [sums, scales], both [2, columns]: first of the finite values, then of the places of others.
-    A column is a value of the sample, or several that follow each other; its scale is the root of the sum of squares.
+    Each block gives [sums, scales], both [2, columns]: of the finite values, and of the positions of others. A column
+    is one or several adjacent values of a sample; its scale is the root of the sum of squares.
     """
     values = np.asarray(array).reshape(len(array), -1)
     values = values.view(values.real.dtype) if np.iscomplexobj(values) else values
@@ -143,8 +143,8 @@ def sum_blocks(array: tf.Tensor, size: int) -> list[Any]:
 
 
 def _add_up(block: np.ndarray, rows: np.ndarray, columns: np.ndarray, starts: np.ndarray) -> tuple[Any, Any]:
-    """The sums of a block [m, d] by weights [m] x [d] for the columns that begin at ``starts``, and their scales."""
-    peak = np.abs(block).max() or 1.0  # squares of what is large overflow
+    """Sum a block [m, d] with weights [m] x [d] in columns beginning at ``starts``; return also scales."""
+    peak = np.abs(block).max() or 1.0  # squares of large values overflow
     block = block / peak
     sums = np.add.reduceat(rows @ block * columns, starts)
     squares = np.add.reduceat(rows**2 @ block**2 * columns**2, starts)
@@ -152,17 +152,17 @@ def _add_up(block: np.ndarray, rows: np.ndarray, columns: np.ndarray, starts: np
 
 
 def _weights(count: int) -> np.ndarray:
-    """Numbers from 0.5 to 1.5 of either sign, the same in every process [count]."""
+    """[count], 0.5 to 1.5 with either sign, the same in every process."""
     numbers = np.random.default_rng(0).uniform(-1, 1, count)
     return numbers + np.copysign(0.5, numbers)
 
 
 def find_other_sums(first: Sequence[Any], second: Sequence[Any], dtype: str) -> list[int]:
-    """The blocks whose sums, of two ranks by ``sum_blocks``, differ by more than rounding of values of the type."""
+    """Return the blocks whose sums, on two ranks, differ by more than the type's rounding."""
     (sums, scales), (other_sums, other_scales) = (np.moveaxis(np.asarray(each), 1, 0) for each in (first, second))
     scale = np.maximum(scales, other_scales)  # [blocks, 2, columns]
     allowed = ROUNDING.get(dtype, COMMON_ROUNDING) * scale + ROUNDING_OF_ALL * np.median(scale[:, 0])
-    allowed[:, 1] = ROUNDING_OF_SUMS * scale[:, 1]  # where NaN and infinity are does not depend on rounding
+    allowed[:, 1] = ROUNDING_OF_SUMS * scale[:, 1]  # positions of NaN and infinity do not depend on rounding
     return [int(block) for block in np.flatnonzero(~(np.abs(sums - other_sums) <= allowed).all(axis=(1, 2)))]
 
 
@@ -170,7 +170,7 @@ def find_other_sums(first: Sequence[Any], second: Sequence[Any], dtype: str) -> 
 
 
 def sample_files(paths: tf.Tensor) -> list[str]:
-    """Name, size and a digest of pieces of files: 16 MiB at most, spread over the files and over each of them."""
+    """Return name, size and digest of pieces: at most 16 MiB, spread over all files."""
     count = min(len(paths), SAMPLED_PIECES)
     with tf.device("CPU"):
         chosen = tf.gather(paths, np.linspace(0, len(paths) - 1, count).astype(np.int64)).numpy()
@@ -189,10 +189,10 @@ def _sample_file(path: bytes, number: int, count: int) -> str:
             if num_bytes <= num_pieces * PIECE_BYTES:
                 printed.update(file.read())
             else:
-                shift = number * GOLDEN_RATIO % 1  # another place of each file
+                shift = number * GOLDEN_RATIO % 1  # a different offset in each file
                 for piece in range(num_pieces):
                     offset = int((piece + shift) / num_pieces * (num_bytes - PIECE_BYTES))
                     printed.update(os.pread(file.fileno(), PIECE_BYTES, offset))
-    except OSError as error:  # whether that ends the run is decided where its sample is read
+    except OSError as error:  # an error here is decided when the sample is read
         return f"{name} that cannot be read: {error.strerror}"
     return f"{name} of {num_bytes:,} bytes, digest {printed.hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""The element spec of the batches of a stream: equal on all ranks and in all steps."""
+"""Element spec of a stream's batches, the same on all ranks and in all steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringtrain.errors import DataError
 
 
 class Form:
-    """The spec of each batch (x, y): structure, types, and shapes except for the number of samples."""
+    """Structure, types, and shapes (except the number of samples) of batches (x, y)."""
 
     def __init__(self, spec: Any) -> None:
         self._spec = spec
@@ -23,7 +23,7 @@ class Form:
         self.nothing = [np.zeros((0, *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
 
     def look(self, x: Any, y: Any, *, rank: int, step: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The samples' places in a batch, int64 [n], and its arrays, one after the other."""
+        """Check a batch; return its indices int64 [n] and its flat arrays."""
         leaves = tf.nest.flatten((x, y))
         lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}
         kinds = [(tf.as_dtype(leaf.dtype), leaf.shape[1:]) for leaf in leaves]
@@ -34,20 +34,19 @@ class Form:
                 f"one's structure, types and shapes, {describe_structure(self._spec)}, and one number of samples in "
                 "all its arrays. Make all batches equal in shape, such as by resizing or padding."
             )
-        # In this machine's byte order, and texts of any alphabet: TensorFlow takes an array's bytes as they are.
+        # Native byte order, and str as objects: TensorFlow takes an array's bytes unchanged.
         arrays = [np.asarray(leaf, spec.dtype.as_numpy_dtype) for leaf, spec in zip(leaves, self.specs, strict=True)]
         return np.arange(lengths.pop()), arrays
 
     def pack(self, leaves: Sequence[tf.Tensor]) -> Any:
-        """The pair (x, y) of such arrays."""
         return tf.nest.pack_sequence_as(self._spec, list(leaves))
 
 
 def as_arrays(value: Any, *, with_names: bool = False) -> Any:
-    """A batch's x or y with every leaf an array: a list is one, a tuple and a dict are structures of arrays.
+    """Convert each leaf to an array; a list is one, tuples and dicts are structures.
 
-    TensorFlow's tensors never change; of others each array is a copy, as whoever made it may use its memory again.
-    A namedtuple remains one ``with_names``; a rank that is fed nothing would not know of it.
+    Other arrays than TensorFlow's are copied, since their memory may be reused. Namedtuples are kept only
+    ``with_names``: a rank without data would not know them.
     """
     if isinstance(value, Mapping):
         return {key: as_arrays(item, with_names=with_names) for key, item in value.items()}
@@ -58,13 +57,13 @@ def as_arrays(value: Any, *, with_names: bool = False) -> Any:
 
 
 def _spec_of(array: Any) -> tf.TensorSpec:
-    """Type and shape of an array [n, ...], for any n; or of a single number."""
+    """[n, ...] for any n, or a single number."""
     value = np.asarray(array)
     return tf.TensorSpec([None, *value.shape[1:]] if value.ndim else [], tf.as_dtype(value.dtype))
 
 
 def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form:
-    """Take the form of the first rank that has a batch; raise on every rank if they differ. Every rank must call it."""
+    """Return the spec of the first rank with a batch; raise on every rank if they differ. Every rank must call it."""
     mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
     all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]
@@ -83,7 +82,6 @@ def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form
 
 
 def _to_json(spec: Any) -> Any:
-    """A structure of specs, in a form that travels."""
     if isinstance(spec, dict):
         return {"dict": {key: _to_json(spec[key]) for key in sorted(spec)}}
     if isinstance(spec, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Samples, or batches, that a user's object gives by their number: Grain's, a PyDataset of Keras, or another."""
+"""Indexable data: Grain, Keras' PyDataset, and similar objects."""
 
 from __future__ import annotations
 
@@ -25,37 +25,36 @@ from ringtrain.messages.defects import describe_defect
 if TYPE_CHECKING:
     import tensorflow as tf
 
-READERS = 8  # threads that read samples: what waits for a disk, or decodes outside of Python, takes its time at once
-QUICK_SECONDS, MAX_SLOW = 1e-4, 3  # one alone may have been interrupted
-BATCHES_IN_THREADS = 100  # then their time is taken again: files that were slow once are at hand later
-AS_JSON, AS_BYTES = b"j", b"b"  # how the state of an iterator is kept
-MAX_SAMPLES = 2**53  # Grain says of what has no end that it has as many as fit into a word
+READERS = 8  # threads for reading and decoding
+QUICK_SECONDS, MAX_SLOW = 1e-4, 3  # a single slow sample may be an interruption
+BATCHES_IN_THREADS = 100  # then measured again: files may be cached by now
+AS_JSON, AS_BYTES = b"j", b"b"  # prefixes of iterator states
+MAX_SAMPLES = 2**53  # Grain reports infinite datasets as the largest integer
 
 
 def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSource | Feed:
-    """Train on what Grain gives, or any other object of its forms.
+    """Train on Grain datasets, or other objects with the same interface.
 
-    **Samples by number**: a ``grain.MapDataset``, or a data source such as ``grain.sources.ArrayRecordDataSource``;
-    any object with ``len(samples)`` and ``samples[number]``, a pair (x, y). ringtrain chooses the order, as for arrays:
-    N ranks train exactly what one trains, a run resumes at any step without reading anything again, on any number of
-    ranks, ``verify`` shows it, and it can be evaluated on as well. A sample that raises is named, or left out with
-    ``--on_bad_sample skip``. ``samples[number]`` must always give the same sample, and in memory that no later call
-    uses again, since what takes long is read by several threads at once. Leave ``shuffle``, ``repeat`` and ``batch``
-    out.
+    **Map-style**: a ``grain.MapDataset``, a data source such as ``grain.sources.ArrayRecordDataSource``, or any object
+    with ``len(samples)`` and ``samples[number]``, a pair (x, y). ringtrain chooses the order, as for arrays: N ranks
+    train exactly what one trains, runs resume at any step without rereading, on any number of ranks, and ``verify`` and
+    evaluation work. Samples that raise are reported, or skipped with ``--on_bad_sample skip``. ``samples[number]`` must
+    always return the same sample, in memory that is not reused: several threads may read. Leave out ``shuffle``,
+    ``repeat`` and ``batch``.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
-    anything else that is iterated. It is sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``),
-    follows ``of.seed`` and ``of.epoch``, and makes batches of ``of.local_batch_size``. For what is exact then see
-    ``from_dataset``'s second form: each step is the mean over all its samples, and a resumed run does so by the
-    iterator's ``get_state``, if it has one, or reads the batches of the pass again.
+    another iterable, sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``), following ``of.seed``
+    and ``of.epoch``, with batches of ``of.local_batch_size``. Exactness is as in ``from_dataset``'s second form: each
+    step is the mean over all its samples. A resumed run uses the iterator's ``get_state``, or rereads the pass.
 
     Args:
         samples: the object, or the function.
-        steps_per_epoch: of the function, the steps of a pass; by default as many as what it returns says by ``len()``,
-            or one pass of at most ``--steps``.
+        steps_per_epoch: for a function, steps of a pass; default: ``len()`` of its result, or one pass of at most
+            ``--steps``.
 
     Raises:
-        DataError: it has no ``__getitem__`` and ``__len__``, no end, or its first sample is no pair (x, y) of arrays.
+        DataError: no ``__getitem__`` or ``__len__``, an infinite dataset, or a first sample that is no pair (x, y) of
+            arrays.
     """
     if not hasattr(samples, "__getitem__") and callable(samples):
         return _from_function(samples, steps_per_epoch)
@@ -63,7 +62,7 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
 
 
 def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> Feed:
-    iterator: Any = None  # that was opened last
+    iterator: Any = None  # the latest
 
     def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[Any]:
         nonlocal iterator
@@ -72,7 +71,7 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
             return replay(iterator, skip)
         try:
             iterator.set_state(state[1:] if state.startswith(AS_BYTES) else json.loads(state[1:]))
-        except Exception as error:  # such as of a DataLoader whose source defines no __repr__
+        except Exception as error:  # for instance a DataLoader whose source has no __repr__
             warn_of_state(error)
             iterator = iter(make(of))
             return replay(iterator, skip)
@@ -82,9 +81,9 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
         if not hasattr(iterator, "get_state"):
             return b""
         try:
-            state = iterator.get_state()  # a dataset's is a dict, a DataLoader's bytes
+            state = iterator.get_state()  # a dict for datasets, bytes for DataLoaders
             return AS_BYTES + state if isinstance(state, bytes) else AS_JSON + json.dumps(state).encode()
-        except Exception:  # of others' code; what is trained does not hang on it
+        except Exception:  # optional: the state only saves time
             return b""
 
     def count(of: Pass) -> int | None:
@@ -95,18 +94,17 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
 
 
 def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
-    """Feed each rank with its own ``keras.utils.PyDataset``, to train on.
+    """Stream each rank's own ``keras.utils.PyDataset``, for training.
 
-    Its batches are read in the order of their numbers by as many ``workers`` as it asks for, in threads, or in
-    processes if it has ``use_multiprocessing``, at most ``max_queue_size`` ahead. Ranks may have batches of
-    different sizes and end at different steps: each step is the exact mean over all its samples. A run that goes on
-    reads nothing again; on as many ranks it trains the same where your function follows ``of.seed`` and ``of.epoch``.
-    On other numbers of ranks the samples of a step are others, and a run that goes on on them is refused.
-    ``on_epoch_begin`` and ``on_epoch_end`` are not called: shuffle by ``of.epoch``.
+    Batches are read in order by its ``workers``, in threads, or processes with ``use_multiprocessing``, up to
+    ``max_queue_size`` ahead. Ranks may have batches of different sizes and end at different steps: each step is the
+    exact mean over all its samples. A resumed run rereads nothing; with as many ranks it trains the same if your
+    function follows ``of.seed`` and ``of.epoch``; other numbers of ranks are refused. ``on_epoch_begin`` and
+    ``on_epoch_end`` are not called: shuffle by ``of.epoch``.
 
     Args:
-        make: a function of the pass that returns this rank's PyDataset, whose batches are pairs (x, y) of arrays
-            [n, ...], or of tuples or dicts of such.
+        make: a function of the pass that returns this rank's PyDataset, with batches (x, y) of arrays [n, ...], or
+            tuples or dicts of arrays.
     """
 
     if not callable(make):
@@ -123,7 +121,7 @@ def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
 
 
 def read_length(samples: Any) -> int:
-    """``len(samples)``; a DataError if that is no number."""
+    """Raises DataError."""
     try:
         return len(samples)
     except (TypeError, ValueError, OverflowError) as error:
@@ -155,7 +153,6 @@ def _read_in_worker(number: int) -> Any:
 
 
 def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
-    """The batches of a PyDataset from a number on."""
     workers = max(1, int(getattr(dataset, "workers", 1) or 1))
     ahead = max(workers, int(getattr(dataset, "max_queue_size", 10) or 1))
     pool: Executor
@@ -172,7 +169,7 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
                 f"{describe_defect(error)} Define its class in a module that can be imported, or let threads read: "
                 "use_multiprocessing=False."
             ) from error
-        # Not forked: TensorFlow's and MPI's threads would be missing in the child, and their locks held for ever.
+        # Not forked: locks of TensorFlow's and MPI's threads would never be released.
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(dataset,))
         read = _read_in_worker
@@ -200,7 +197,7 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
 
 
 class IndexedSource:
-    """A source of what the user's object gives by number: see ``from_grain``."""
+    """Map-style source: see ``from_grain``."""
 
     def __init__(self, samples: Any) -> None:
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
@@ -212,9 +209,9 @@ class IndexedSource:
         if self.num_samples >= MAX_SAMPLES:
             raise DataError("the samples of from_grain have no end. Leave repeat() out: --epochs says how often.")
         self._samples = samples
-        self._structure: Any = ((), ())  # of a sample, once the first is known
-        self._plain: tuple[Any, ...] | None = None  # types, dtypes and shapes of a pair of arrays
-        self._kinds: list[tuple[tf.DType, tuple[int, ...]]] = []  # of its arrays, one after the other
+        self._structure: Any = ((), ())  # of a sample, after the first
+        self._plain: tuple[Any, ...] | None = None  # types, dtypes and shapes, if a pair of arrays
+        self._kinds: list[tuple[tf.DType, tuple[int, ...]]] = []  # of its flat arrays
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="samples")
         self._slow_in_a_row, self._in_threads = 0, 0
 
@@ -227,11 +224,11 @@ class IndexedSource:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the number of samples and of some of them."""
+        """Digest of the number of samples and some of them."""
         digest = hashlib.sha256(f"{self.num_samples} {self._kinds}".encode())
         for number in sorted({0, self.num_samples // 2, self.num_samples - 1} - {-1}):
             sample = self._read(number)
-            if isinstance(sample, Exception):  # whose words may hold an address
+            if isinstance(sample, Exception):  # messages may contain addresses
                 sample = [np.asarray(type(sample).__name__)]
             for array in map(np.asarray, sample):
                 digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
@@ -268,7 +265,7 @@ class IndexedSource:
         columns = [np.empty((len(numbers), *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
 
         def take(place: int) -> bool:
-            """Take over a sample at once, whose memory this thread may use for its next; whether it can be read."""
+            """Copy a sample at once, as its memory may be reused; return False if it cannot be read."""
             sample = self._read(int(numbers[place]))
             if isinstance(sample, Exception):
                 return False
@@ -280,7 +277,7 @@ class IndexedSource:
         return [numbers, *columns] if is_good.all() else [numbers[is_good], *(column[is_good] for column in columns)]
 
     def _for_each(self, take: Callable[[int], bool], number: int) -> list[bool]:
-        """One after the other; by several threads once some in a row have taken so long that it pays to wake them."""
+        """Read in sequence; in threads after several slow samples in a row."""
         taken: list[bool] = []
         while len(taken) < number and self._slow_in_a_row < MAX_SLOW:
             begin = time.perf_counter()
@@ -295,7 +292,7 @@ class IndexedSource:
         return taken
 
     def _read(self, number: int) -> Any:
-        """A sample's arrays, one after the other; the exception if it cannot be read, or is not like the first."""
+        """Return a sample's flat arrays, or the exception."""
         import tensorflow as tf
 
         from ringtrain.data.forms import as_arrays
@@ -320,7 +317,7 @@ class IndexedSource:
             return error
 
     def _is_plainly_like_first(self, sample: Any) -> bool:
-        """True if it is a pair of arrays like the first's: in a microsecond, as most samples are."""
+        """Fast check, a microsecond, for pairs of arrays like the first."""
         if self._plain is None or type(sample) is not tuple or len(sample) != 2:
             return False
         (x, y), (x_kind, y_kind) = sample, self._plain

@@ -1,8 +1,8 @@
-"""The samples of global batch k: a pure function of (seed, step), independent of the number of ranks.
+"""Samples of global batch k: a pure function of (seed, step), independent of the number of ranks.
 
-Each epoch visits every sample once, in the order of a permutation of (seed, epoch). The permutation is a Feistel
-network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), so that the sample at any
-position is found at once: nothing is stored, for any size of the data, and resuming at a step costs nothing.
+Each epoch visits every sample once, permuted by (seed, epoch). The permutation is a Feistel network with cycle walking
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): random access without storage, so that resuming is
+free.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import numpy.typing as npt
 from ringtrain.errors import DataError
 
 FEISTEL_ROUNDS = 8
-PLANNED_SAMPLES = 4096  # of one rank, permuted at once: a call costs as much as some thousands of samples
+PLANNED_SAMPLES = 4096  # of one rank, per call: a call costs as much as thousands of samples
 
 
 class LocalBatch(NamedTuple):
-    """The part of one rank in one step."""
+    """One rank's samples of one step."""
 
     step: int  # from 0
     epoch: int  # from 0
-    global_count: int  # samples of this step over all ranks
+    global_count: int  # samples of all ranks
     indices: npt.NDArray[np.int64]  # this rank's samples [n]; n may be 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The order of samples in training (shuffled) or evaluation (as stored)."""
+    """Order of samples for training (shuffled) or evaluation (as stored)."""
 
     num_samples: int
-    global_batch_size: int  # samples of one step over all ranks, at least 1; the last step of an epoch may hold fewer
-    seed: int = 0  # of the permutations
+    global_batch_size: int  # samples per step, at least 1; an epoch's last step may have fewer
+    seed: int = 0
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -47,21 +47,21 @@ class SampleOrder:
         return -(-self.num_samples // self.global_batch_size)
 
     def samples_before(self, step: int) -> int:
-        """The samples that all ranks together have seen when ``step`` begins."""
+        """Samples of all ranks before ``step``."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         return epoch * self.num_samples + step_in_epoch * self.global_batch_size
 
     def global_count(self, step: int) -> int:
-        """The samples of ``step`` over all ranks."""
+        """Samples of ``step`` over all ranks."""
         return self.samples_before(step + 1) - self.samples_before(step)
 
     def local_batch(self, step: int, *, rank: int, size: int) -> LocalBatch:
-        """The part of ``step`` that falls to ``rank``: a contiguous slice; the ranks' sizes differ by at most 1."""
+        """Return a contiguous slice; sizes differ by at most 1 between ranks."""
         [planned] = self._plan(step, step + 1, rank=rank, size=size)
         return planned
 
     def local_batches(self, first_step: int, end_step: int, *, rank: int, size: int) -> Iterator[LocalBatch]:
-        """The local batches of ``rank`` from ``first_step`` up to, not including, ``end_step``."""
+        """``end_step`` is exclusive."""
         steps_at_once = max(1, PLANNED_SAMPLES * size // self.global_batch_size)
         step = first_step
         while step < end_step:
@@ -71,7 +71,7 @@ class SampleOrder:
             step = end
 
     def _plan(self, first_step: int, end_step: int, *, rank: int, size: int) -> list[LocalBatch]:
-        """The local batches of steps that all belong to one epoch."""
+        """Steps of one epoch."""
         epoch, first_in_epoch = divmod(first_step, self.steps_per_epoch)
         counts = [self.global_count(step) for step in range(first_step, end_step)]
         starts = [self.global_batch_size * (first_in_epoch + number) for number in range(len(counts))]
@@ -91,27 +91,27 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingOrder(SampleOrder):
-    """The steps of ranks that are fed their own samples (see ``ringtrain.data.streaming``).
+    """Steps of streaming datasets (``ringtrain.data.streaming``).
 
-    How many samples a step holds is not known before: ``num_samples`` and what follows from it, such as the position of
-    the learning rate's schedule, count ``global_batch_size`` samples for every step.
+    Actual sample counts are unknown: ``num_samples``, and so the learning rate's schedule, count ``global_batch_size``
+    per step.
     """
 
-    is_single_pass: bool  # the training ends where no rank is fed anything more
-    is_shared: bool = False  # all ranks get the same data and take their slices: the same steps for any number of ranks
+    is_single_pass: bool  # training ends when no rank has data
+    is_shared: bool = False  # ranks slice the same data: the same steps for any number of ranks
 
 
 def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Map positions [n] to samples [n] by a pseudo-random permutation of ``range(domain_size)``, which ``key`` chooses.
+    """Map positions [n] to samples [n] by a pseudo-random permutation of ``range(domain_size)``.
 
-    A key is such as (seed, epoch). SeedSequence, which spreads it, is stable across NumPy's versions by its promise.
+    ``key`` is for instance (seed, epoch). SeedSequence is stable across NumPy versions.
     """
     half_bits = max(1, (max(domain_size - 1, 1).bit_length() + 1) // 2)
     seeds = np.random.SeedSequence([word & (2**64 - 1) for word in key])
     round_keys = seeds.generate_state(FEISTEL_ROUNDS, np.uint64).astype(np.uint64)
     values = _feistel(positions.astype(np.uint64), half_bits, round_keys)
-    # The network permutes 4**half_bits >= domain_size values. Walking a value's cycle until it falls into the domain is
-    # a permutation of the domain; as the domain is more than a quarter of the values, few walks take long.
+    # The network permutes 4**half_bits >= domain_size values. Repeating it until a value is in the domain permutes the
+    # domain; as that is more than a quarter of the values, few repetitions are needed.
     outside = np.flatnonzero(values >= domain_size)
     while outside.size:
         values[outside] = _feistel(values[outside], half_bits, round_keys)
@@ -122,7 +122,7 @@ def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, 
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, round_keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """A balanced Feistel network on 2*half_bits bits: invertible for any round function, so it is a permutation."""
+    """A balanced Feistel network on 2*half_bits bits: invertible for any round function."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for round_key in round_keys:
@@ -131,7 +131,7 @@ def _feistel(
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    """splitmix64's finaliser (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""source + order + rank -> the batches of one rank, as a tf.data.Dataset."""
+"""source + order + rank -> this rank's batches, as a tf.data.Dataset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.runtime.world import World
 
 OTHER_COUNT = "gave another number of samples than it got"
-# (x, y, keys) -> (x, y); keys are those of augment.sample_keys
+# (x, y, keys) -> (x, y); keys of augment.sample_keys
 Augment = Callable[[Any, Any, tf.Tensor], tuple[Any, Any]]
 
 PREFETCHED_BATCHES = 2
@@ -28,11 +28,11 @@ PLANNED_STEPS = 32
 class Batch(NamedTuple):
     """A rank's slice of a global batch."""
 
-    x: Any  # the samples, tensors [n, ...] or structures of them; n may be 0
+    x: Any  # tensors [n, ...] or structures of them; n may be 0
     y: Any
-    indices: Any  # which samples these are, int64 [n]
+    indices: Any  # of the samples, int64 [n]
     step: Any  # int64 []
-    global_count: Any  # the samples of this step over all ranks, int64 []
+    global_count: Any  # samples of all ranks, int64 []
 
 
 def local_batches(
@@ -46,16 +46,16 @@ def local_batches(
     augment: Augment | None = None,
     skips_bad: bool = False,
 ) -> tf.data.Dataset:
-    """The batches of this rank from ``first_step`` up to, not including, ``end_step``: a dataset of ``Batch``.
+    """Return a dataset of ``Batch`` from ``first_step`` up to, not including, ``end_step``.
 
-    Samples that cannot be read are left out where ``skips_bad``; ``source`` must be a ``FallibleSource`` then.
+    ``skips_bad`` skips corrupt samples of a ``FallibleSource``.
     """
 
     def plan(first: np.int64) -> list[np.ndarray]:
         end = min(int(first) + PLANNED_STEPS, end_step)
         planned = list(order.local_batches(int(first), end, rank=world.rank, size=world.size))
         counts = np.array([len(local.indices) for local in planned])
-        # At least one column: TensorFlow's unbatch reads rows of no bytes from address 0 (seen with 2.18).
+        # At least one column: TensorFlow's unbatch reads empty rows from address 0 (2.18).
         padded = np.zeros((len(planned), max(counts.max(), 1)), np.int64)
         for row, local in zip(padded, planned, strict=True):
             row[: len(local.indices)] = local.indices
@@ -78,8 +78,8 @@ def local_batches(
             x, y = change(augment, x, y, sample_keys(order.seed, epoch, indices))
         return Batch(x, y, indices, step, global_count)
 
-    # Many steps travel at once: to enter Python for each would cost a core as much as a small step's computation.
-    # Not by from_generator and unbatch, which trace six functions and take twice as long to start.
+    # Many steps per call: entering Python for each costs a core as much as a small step. from_generator and unbatch
+    # trace six functions, and start half as fast.
     planned = tf.data.Dataset.range(first_step, end_step, PLANNED_STEPS).flat_map(graph_code(plan_steps))
     with own_errors():
         return in_own_threads(planned.map(graph_code(read)), num_threads)
@@ -88,7 +88,7 @@ def local_batches(
 def in_own_threads(
     dataset: tf.data.Dataset, num_threads: int, *, num_ahead: int = PREFETCHED_BATCHES
 ) -> tf.data.Dataset:
-    """The dataset, computed by a separate thread pool, ``num_ahead`` elements ahead."""
+    """Compute a dataset in its own threads."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads
@@ -96,7 +96,7 @@ def in_own_threads(
 
 
 def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """The samples (x, y) that a user's method returned while it was traced; it had to change those ``of``."""
+    """Check a user-defined method's (x, y); ``of``: required structure."""
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_holds_samples, tf.nest.flatten(given))):
         pair = (given[0], given[1])
         if of is None or has_structure_of(of, pair):
@@ -110,13 +110,10 @@ def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | Non
 
 
 def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
-    """Apply ``augment`` to samples; it must keep their number.
-
-    Of another number the graph raises an error: see ``explain_change``.
-    """
+    """Apply ``augment``. If it changes the number of samples, the graph raises an error: see ``explain_change``."""
     changed = as_pair(augment, graph_code(augment)(x, y, keys), of=(x, y))
     said = f"{getattr(augment, '__qualname__', type(augment).__name__)} {OTHER_COUNT}"
-    given = {id(leaf) for leaf in tf.nest.flatten((x, y))}  # unchanged tensors are not checked in each step
+    given = {id(leaf) for leaf in tf.nest.flatten((x, y))}  # no check of unchanged tensors
     others = [leaf for leaf in tf.nest.flatten(changed) if id(leaf) not in given]
     same = [tf.debugging.assert_equal(tf.shape(leaf)[0], tf.shape(keys)[0], said) for leaf in others]
     with tf.control_dependencies(same):
@@ -124,7 +121,7 @@ def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]
 
 
 def explain_change(error: Exception, step: int) -> Exception:
-    """Explain an error of the pipeline at a step (from 0), if ``change`` raised it."""
+    """Convert errors of ``change``; ``step`` from 0."""
     found = re.search(rf"[^\s\[]+ {OTHER_COUNT}", str(error))
     return (
         UsageError(
@@ -137,7 +134,7 @@ def explain_change(error: Exception, step: int) -> Exception:
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Raise our own errors as what they are: AutoGraph makes others of those in what it traces."""
+    """Raise our own errors, which AutoGraph wraps while tracing."""
     try:
         yield
     except Exception as error:
@@ -147,7 +144,7 @@ def own_errors() -> Iterator[None]:
 
 
 def describe_structure(value: Any) -> str:
-    """Samples, or their specs, in words, such as ``(float32 [n, 3], int64 [n])``."""
+    """Return for example ``(float32 [n, 3], int64 [n])``."""
     return str(tf.nest.map_structure(_words, value)).replace("'", "")
 
 
@@ -165,7 +162,7 @@ def _holds_samples(leaf: Any) -> bool:
 
 
 def has_structure_of(one: Any, other: Any, *, with_keys: bool = False) -> bool:
-    """True if both are tuples, both dicts, or both neither; ``with_keys``: dicts of the same keys."""
+    """Compare tuples and dicts; ``with_keys``: also the keys."""
     try:
         tf.nest.assert_same_structure(one, other, check_types=with_keys)
     except (TypeError, ValueError):

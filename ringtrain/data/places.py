@@ -1,4 +1,4 @@
-"""The states of a rank's pipeline before some steps, so that a run can be resumed without reading data again."""
+"""Checkpoints of a rank's input pipeline."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import logging
 from ringtrain.data.sources import Feed
 from ringtrain.messages.defects import describe_defect
 
-MAX_STATE_BYTES = 4 * 2**20  # of all ranks; a long buffer of shuffled images is filled again
+MAX_STATE_BYTES = 4 * 2**20  # of all ranks; large shuffle buffers are refilled instead
 EVERY_STEPS = 50
-NUM_KEPT = 3  # the newest: a pipeline is a few batches ahead of the training
-Place = tuple[int, bytes]  # a step, and the state of a rank's pipeline before it
+NUM_KEPT = 3  # pipelines run a few batches ahead of training
+Place = tuple[int, bytes]  # step, and the pipeline's state before it
 NOWHERE: Place = (0, b"")
 
 
 def warn_of_state(error: Exception) -> None:
-    """Warn that a pipeline cannot restore its state, and reads the pass again up to there."""
     logging.getLogger("ringtrain").warning(
         "ringtrain: the pipeline cannot resume from where the checkpoint says that it was, and makes its samples once "
         "more up to there: %s",
@@ -24,12 +23,10 @@ def warn_of_state(error: Exception) -> None:
 
 
 class Places:
-    """The states of this rank's pipeline before some steps."""
-
     def __init__(self, feed: Feed, steps_per_pass: int, *, rank: int, size: int) -> None:
         self._read_state, self._steps_per_pass = feed.read_state, steps_per_pass
         self._limit = MAX_STATE_BYTES // (1 if feed.is_shared else size)
-        self._is_off = feed.is_shared and rank != 0  # rank 0's is every rank's
+        self._is_off = feed.is_shared and rank != 0  # rank 0's state serves all ranks
         self._states: dict[int, bytes] = {}
 
     @property
@@ -38,19 +35,18 @@ class Places:
         return self._read_state is not None
 
     def note(self, step: int) -> None:
-        """Look at the pipeline before it gives a step's batch."""
+        """Save the state if due, before a step's batch is read."""
         is_due = step % EVERY_STEPS == 0 or step % self._steps_per_pass == 0
         if self._read_state is None or self._is_off or not is_due:
             return
         state = self._read_state()
-        if len(state) > self._limit:  # to read it again would cost as much as to make many samples
+        if len(state) > self._limit:  # reading it would cost as much as producing many samples
             self._is_off = True
             self._states.clear()
         elif state:
             self.keep((step, state))
 
     def keep(self, place: Place) -> None:
-        """Remember a place, if this rank's are."""
         if self._is_off:
             return
         self._states[place[0]] = place[1]
@@ -58,5 +54,5 @@ class Places:
             del self._states[min(self._states)]
 
     def before(self, step: int) -> Place:
-        """The last place before a step."""
+        """Return the last state up to a step."""
         return max(((at, state) for at, state in list(self._states.items()) if at <= step), default=NOWHERE)

@@ -1,4 +1,4 @@
-"""Sources: indexed samples. A source says how many samples it has and gathers those that a rank asks for."""
+"""Sources: indexable samples and streams."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Samples by their number."""
+    """Indexable (map-style) samples."""
 
     @property
     def num_samples(self) -> int:
         """Number of samples."""
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        """The samples ``indices`` (int64 [n]) as (x, y), tensors [n, ...] or structures of them; runs in a graph."""
+        """Return samples ``indices`` (int64 [n]) as (x, y), tensors [n, ...] or structures of them; runs in a graph."""
 
 
 class BadSample(NamedTuple):
-    """A sample that cannot be read.
+    """A corrupt sample.
 
     Attributes:
-        number: which of the source's samples it is.
-        description: where it is, such as the path of a file.
-        reason: what is wrong with it.
+        number: its index in the source.
+        description: location, such as a file's path.
+        reason: the error.
     """
 
     number: int
@@ -44,27 +44,26 @@ class BadSample(NamedTuple):
 
 
 class FallibleSource(Source, Protocol):
-    """Samples that are read when they are needed, and may turn out to be damaged then."""
+    """Samples that are read when needed, and may be corrupt."""
 
     @property
     def fingerprint(self) -> str:
-        """A short digest of the samples: equal for two ranks, or two runs, with the same samples."""
+        """Digest of the samples, equal for equal data."""
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """Gather as ``gather`` does, without unreadable samples: (indices of the readable ones, x, y)."""
+        """Like ``gather``, without corrupt samples: (indices of the readable ones, x, y)."""
 
     def find_bad(self, indices: Any) -> list[BadSample]:
-        """The unreadable samples of ``indices`` (integers [n]); outside of graphs."""
+        """Return the corrupt samples of ``indices`` (integers [n]); outside of graphs."""
 
 
 def is_fallible(source: Source) -> TypeGuard[FallibleSource]:
-    """True if it is a ``FallibleSource``."""
     return hasattr(source, "find_bad")
 
 
 @dataclass(frozen=True, eq=False)
 class ArraySource:
-    """Samples held in memory. Build one with ``from_arrays``."""
+    """Samples in memory, from ``from_arrays``."""
 
     x: Any
     y: Any
@@ -78,12 +77,11 @@ class ArraySource:
             return tf.nest.map_structure(lambda array: tf.gather(array, indices), (self.x, self.y))
 
     def arrays(self) -> dict[str, tf.Tensor]:
-        """The arrays [n, ...] by their places: ``x``, or ``x/image`` if there are several."""
+        """Return arrays [n, ...] by names ``x``, or ``x/image``."""
         return {place: array for name in ("x", "y") for place, array in _leaves(name, getattr(self, name))}
 
 
 def _leaves(place: str, structure: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays in tuples and dicts, with their places."""
     if not isinstance(structure, (Mapping, tuple, list)):
         yield place, structure
         return
@@ -92,14 +90,14 @@ def _leaves(place: str, structure: Any) -> Iterator[tuple[str, Any]]:
 
 
 def from_arrays(x: Any, y: Any) -> ArraySource:
-    """A source of samples in memory.
+    """Create a source of samples in memory.
 
     Args:
-        x: the model's inputs: an array [n, ...], or a tuple or dict of such arrays.
-        y: what the loss compares the outputs with, in the same form.
+        x: the model's inputs: an array [n, ...], or a tuple or dict of arrays.
+        y: the targets, in the same form.
 
     Raises:
-        DataError: no array at all, or arrays of different length, or one that is ragged or sparse.
+        DataError: no array, different lengths, or ragged or sparse arrays.
     """
     import tensorflow as tf
 
@@ -120,7 +118,7 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
     try:
         with tf.device("CPU"):
             x, y = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
-    except (TypeError, ValueError) as error:  # arrays of objects, of dates
+    except (TypeError, ValueError) as error:  # arrays of objects or dates
         types = ", ".join(str(getattr(array, "dtype", type(array).__name__)) for array in arrays)
         raise DataError(
             f"the arrays of a source have the types {shorten(types)}, and TensorFlow cannot take them: "
@@ -129,7 +127,7 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
     return ArraySource(x, y, num_samples=lengths.pop())
 
 
-# If all ranks must read the same, and do not.
+# If ranks must read the same data but do not.
 SAME_REMEDY = (
     "Let all ranks list the same files, in one order, and draw nothing in parallel; or give from_dataset a function, "
     "which reads what is the rank's own."
@@ -137,15 +135,15 @@ SAME_REMEDY = (
 
 
 class Pass(NamedTuple):
-    """A pass over the samples, as one rank makes it.
+    """One rank's pass over the samples.
 
     Attributes:
         rank: of this process.
-        size: the number of ranks.
+        size: number of ranks.
         seed: of the run.
         epoch: number of the pass, from 0.
-        local_batch_size: samples of a usual step on this rank.
-        global_batch_size: the same on all ranks together.
+        local_batch_size: usual samples per step on this rank.
+        global_batch_size: usual samples per step on all ranks.
     """
 
     rank: int
@@ -157,17 +155,17 @@ class Pass(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """Batches that user code feeds to each rank, from one of the functions ``from_...``.
+    """Stream of batches from user code, made by a ``from_...`` function.
 
     Attributes:
-        open_pass: (pass, batches to leave out) -> this rank's batches (x, y); with a third argument, what
-            ``read_state`` gave there, nothing has to be read again.
-        steps_per_epoch: steps of a pass; None: there is one pass, as long as some rank still has a batch.
-        count_steps: the batches of a pass on this rank; None if that is not known.
-        replays: whether skipped batches have to be read again.
-        is_shared: the batches are those of all ranks together, each of which takes its slice of them.
-        read_state: where what was opened last stands now; empty if it cannot say.
-        goes_on: a pass begins where the one before has ended, in the same iterator.
+        open_pass: (pass, batches to skip) -> this rank's batches (x, y); a third argument, from ``read_state``, avoids
+            rereading.
+        steps_per_epoch: steps of a pass; None: one pass, until no rank has a batch.
+        count_steps: this rank's batches of a pass; None if unknown.
+        replays: skipped batches must be reread.
+        is_shared: all ranks read the same batches, and slice them.
+        read_state: state of the latest iterator; empty if unsupported.
+        goes_on: the next pass continues the same iterator.
     """
 
     open_pass: Callable[..., Iterator[tuple[Any, Any]]]
@@ -182,20 +180,19 @@ class Feed(NamedTuple):
 def from_generator(
     generate: Callable[[int, int], Iterator[tuple[Any, Any]]], *, steps_per_epoch: int | None = None
 ) -> Feed:
-    """Feed each rank with its own generator.
+    """Stream each rank's own generator.
 
-    Ranks may end at different steps, and their batches may be of different sizes, also from step to step:
-    each step is the exact mean over the samples of all ranks. A rank without further batches takes part with none until
-    all ranks have ended.
+    Ranks may end at different steps, and batch sizes may vary: each step is the exact mean over all ranks' samples. A
+    rank without further batches contributes none until all have ended.
 
-    A resumed run replays the pass up to where it was, so a pass must always give the same: let its random numbers
-    begin again with it. On another number of ranks the run is refused, since each rank's order is its own.
+    A resumed run replays the pass, which must be deterministic: restart random generators with it. Other numbers of
+    ranks are refused.
 
     Args:
-        generate: (rank, size) -> an iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types,
-            and shapes except n, are always the same, on every rank.
-        steps_per_epoch: begin the generator again after so many steps. By default there is one pass, and the training
-            ends before the first step for which no rank has a sample, or after ``--steps``.
+        generate: (rank, size) -> iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays, with types
+            and shapes (except n) that are the same always and on every rank.
+        steps_per_epoch: restart the generator after as many steps. Default: one pass, until no rank has a sample, or
+            ``--steps``.
     """
 
     def open_pass(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:
@@ -205,19 +202,18 @@ def from_generator(
 
 
 def replay(batches: Iterator[Any], skip: int) -> Iterator[Any]:
-    """Yield the batches after those that were trained already, which are read again; that may take long."""
+    """Skip trained batches by rereading them, which may be slow."""
     for _ in itertools.islice(batches, skip):
         activity.move()
     return batches
 
 
 def from_callable(fetch: Callable[[int, int], tuple[Any, Any] | None], *, steps_per_epoch: int | None = None) -> Feed:
-    """Feed each rank by a function of the rank and the step, from 0. For the rest see ``from_generator``.
+    """Stream each rank by a function of rank and step, from 0. See ``from_generator``.
 
     Args:
-        fetch: (rank, step) -> this rank's batch (x, y) of the step, or None if it has no more. Steps count on from
-            epoch to epoch.
-        steps_per_epoch: steps of an epoch, for what happens at the end of one. By default the run is one epoch.
+        fetch: (rank, step) -> this rank's batch (x, y), or None at the end. Steps continue across epochs.
+        steps_per_epoch: steps of an epoch; default: the run is one epoch.
     """
 
     def open_pass(of: Pass, skip: int) -> Iterator[tuple[Any, Any]]:

@@ -1,9 +1,8 @@
-"""The batches of a run, one step after the other, with the number of samples that all ranks together train in each.
+"""Batches of a run, with the global number of samples of each step.
 
-If samples are numbered, that is known from the order of samples alone (``Batches``). If each
-rank is fed its own, or samples that cannot be read are left out, it is known only once every rank has its batch
-(``CountedBatches``): then each rank says in a step how many samples it has for the next one, and the sum of that
-travels in the control vector. Nobody waits for an answer: it is there with the step's own sums.
+For indexable samples the order determines it (``Batches``). For streams, or if corrupt samples are skipped, it is known
+only when every rank has its batch (``CountedBatches``): each rank then sends its count for the next step in the control
+vector, without an extra message.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ FindBad = Callable[[np.ndarray], list[BadSample]]
 
 
 class Batches:
-    """This rank's batches, from the first step to the last; how many samples each step has is known before."""
+    """This rank's batches, with known counts."""
 
-    is_counted = False  # whether note must be called before the next batch is asked for
-    next_local_count = 0  # samples that this rank has for the step after the one that was given last
+    is_counted = False  # note must be called before the next batch
+    next_local_count = 0  # this rank's samples of the next step
 
     def __init__(
         self,
@@ -41,29 +40,29 @@ class Batches:
         end_step: int,
         explain: Callable[[Exception, int], Exception],
     ) -> None:
-        """``explain`` turns an error of the pipeline at a step (from 0) into one for the user."""
+        """``explain`` converts a pipeline error at a step (from 0) for the user."""
         self.element_spec = dataset.element_spec
         self._dataset, self._first_step, self._end_step = dataset, first_step, end_step
         self._explain = explain
 
     def begin(self) -> None:
-        """Learn what the first step has, before anything else. Every rank must call it."""
+        """Read ahead for the first step. Every rank must call it."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """One batch for each step. Every rank must iterate."""
+        """One batch per step. Every rank must iterate."""
         remaining = iter(self._dataset)
         for step in range(self._first_step, self._end_step):
             yield self._next_of(remaining, step)
 
     def note(self, next_global_count: int) -> None:
-        """Take in the sum of all ranks' ``next_local_count``."""
+        """Set the sum of all ranks' ``next_local_count``."""
 
     def place_before(self, step: int) -> tuple[int, bytes] | None:
-        """A place of this rank's pipeline, up to a step, to resume from; None if there are none, on any rank."""
+        """Return the pipeline's last state up to a step; None if unsupported."""
         return None
 
     def is_last(self, step: int) -> bool:
-        """True if no step comes after this one (from 1), the last that was given: the same on every rank."""
+        """True if no step follows ``step`` (from 1), the latest one; the same on every rank."""
         return step == self._end_step
 
     def _next_of(self, remaining: Iterator[Batch], step: int) -> Batch:
@@ -74,7 +73,7 @@ class Batches:
 
 
 class CountedBatches(Batches):
-    """Batches whose numbers of samples are known one step ahead."""
+    """Batches with counts known one step ahead."""
 
     is_counted = True
 
@@ -89,7 +88,7 @@ class CountedBatches(Batches):
         place_before: Callable[[int], tuple[int, bytes]] | None = None,
         **steps: Any,
     ) -> None:
-        """``find_bad`` says which of the planned samples cannot be read; ``print_line`` shows a line to the user."""
+        """``find_bad`` returns the corrupt ones among planned samples."""
         super().__init__(dataset, **steps)
         self._place_before = place_before
         self._collective, self._order = collective, order
@@ -118,9 +117,9 @@ class CountedBatches(Batches):
             yield batch
 
     def note(self, next_global_count: int) -> None:
-        """Report skipped samples; otherwise as in ``Batches``.
+        """Also report skipped samples.
 
-        An error on every rank if none of the step's samples can be read, or an epoch's feed ends too early.
+        Raises on every rank if a step has no readable sample, or a stream ends within an epoch.
         """
         self._global_count, step = next_global_count, self._next_step
         if step >= self._end_step:
@@ -151,7 +150,7 @@ class CountedBatches(Batches):
         return super().is_last(step) or not self._global_count
 
     def _look_ahead(self, step: int) -> None:
-        """Have the batch of a step at hand, if there is one for this rank."""
+        """Read this rank's batch of a step, if any."""
         if self._upcoming is None and step < self._end_step:
             with contextlib.suppress(StopIteration):
                 self._upcoming = self._next_of(self._remaining, step)
@@ -160,7 +159,7 @@ class CountedBatches(Batches):
         self.next_local_count = int(upcoming.indices.shape[0]) if upcoming is not None and is_there else 0
 
     def _name_left_out(self, step: int, find_bad: FindBad) -> None:
-        """Say, on rank 0, which samples of a step cannot be read on any rank."""
+        """Report skipped samples on rank 0. Every rank must call it."""
         world = self._collective.world
         planned = self._order.local_batch(step, rank=world.rank, size=world.size).indices
         good = self._upcoming.indices.numpy() if self._upcoming is not None else []
@@ -177,14 +176,14 @@ class CountedBatches(Batches):
 
 
 def name_bad(numbers: np.ndarray, find_bad: FindBad) -> list[BadSample]:
-    """Describe samples (int64 [n]) that could not be read; some may be readable by now."""
+    """Describe corrupt samples (int64 [n]); some may be readable by now."""
     found = {bad.number: bad for bad in (find_bad(numbers) if numbers.size else [])}
     missing = "it could not be read when its turn came, and can be now"
     return [found.get(int(number), BadSample(int(number), "of that time", missing)) for number in numbers]
 
 
 def explain_bad(source: Source, order: SampleOrder, world: World, error: Exception, step: int) -> Exception:
-    """Explain which samples of a step (from 0) a source could not read on this rank."""
+    """``step`` from 0."""
     indices = order.local_batch(step, rank=world.rank, size=world.size).indices
     bad = source.find_bad(indices) if is_fallible(source) else []
     if bad:
@@ -193,7 +192,6 @@ def explain_bad(source: Source, order: SampleOrder, world: World, error: Excepti
 
 
 def describe_bad(samples: list[BadSample]) -> str:
-    """Samples that cannot be read, in words."""
     named = "; ".join(f"sample {bad.number}, {bad.description}: {bad.reason}" for bad in samples[:MAX_NAMED])
     more = len(samples) - MAX_NAMED
     return f"{len(samples)} sample{'s' if len(samples) != 1 else ''} that cannot be read ({named}" + (
@@ -202,6 +200,5 @@ def describe_bad(samples: list[BadSample]) -> str:
 
 
 def _empty(spec: Any, step: int) -> Batch:
-    """A batch without samples."""
     zeros = tf.nest.map_structure(lambda part: tf.zeros([extent or 0 for extent in part.shape], part.dtype), spec)
     return zeros._replace(step=tf.constant(step, tf.int64))

@@ -1,4 +1,4 @@
-"""Batches that each rank is fed on its own, by a user's generator, function or pipeline."""
+"""Streams: batches of each rank from user code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ringtrain.messages.defects import describe_defect
 from ringtrain.runtime.world import World
 
 PAIR_REMEDY = "Weights of samples go into y, such as {'label': ..., 'weight': ...}, and the workload's loss uses them."
-TELLING_SECONDS = 1.0  # a replay that takes longer is reported, though a state has made it shorter
+TELLING_SECONDS = 1.0  # replays longer than this are reported even with a saved state
 END = object()
 
 
@@ -47,13 +47,11 @@ def streaming_batches(
     print_line: Callable[[str], None] = lambda line: None,
     place: Place = NOWHERE,
 ) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception], Places]:
-    """This rank's batches from ``first_step`` up to, not including, ``end_step``, or until it has no more.
+    """Open this rank's batches from ``first_step`` up to ``end_step`` (exclusive). Every rank must call it.
 
-    Every rank must call this. The dataset is of ``Batch``, without the global counts, which are known once all ranks
-    have said theirs; the indices are the samples' places in the batch that this rank was fed, or, if all are fed
-    alike, in the pass. Beside it stands what tells the error of a step: tf.data makes a text of the exceptions that the
-    feed raised, and the places of this rank's pipeline. ``print_line`` shows a line to the user; ``place`` is one
-    before ``first_step`` of a pipeline like this one.
+    Returns a dataset of ``Batch`` without global counts, a function that finds the original exception (tf.data converts
+    them to text), and the pipeline's checkpoints. Indices are positions in this rank's batch or, for shared data, in
+    the pass. ``place`` is a checkpoint before ``first_step``.
     """
     world = collective.world
     places = Places(feed, order.steps_per_epoch, rank=world.rank, size=world.size)
@@ -69,7 +67,7 @@ def streaming_batches(
         what = "the pipeline was replayed up to" if feed.goes_on else "the pass was replayed up to its"
         print_line(f"{what} step {skipped:,}, in {seconds:.1f} s")
     shown = first[1:] if first else None
-    if shown is None and first_step:  # the rank has had its last batch: what it looked like is known from the first
+    if shown is None and first_step:  # this rank has no more batches: use its first for the spec
         before = next(feed.open_pass(_pass_of(order, world, 0), 0), None)
         shown = None if before is None else (as_arrays(before[0]), as_arrays(before[1]))
     form = agree_on_form(collective, shown)
@@ -84,8 +82,6 @@ def streaming_batches(
 
 
 class _Reader:
-    """From the steps that this rank is fed to its batches in tf.data."""
-
     def __init__(
         self,
         order: StreamingOrder,
@@ -98,7 +94,7 @@ class _Reader:
         self._failures: list[Exception] = []
 
     def to_dataset(self) -> tf.data.Dataset:
-        """Not by from_generator, which converts, compares and copies each array in Python: small steps show it."""
+        """from_generator converts, compares and copies arrays in Python: too slow for small steps."""
         scalar = tf.TensorSpec([], tf.int64)
         specs = [tf.TensorSpec([], tf.bool), scalar, scalar, tf.TensorSpec([None], tf.int64), *self._form.specs]
 
@@ -110,11 +106,11 @@ class _Reader:
         return steps.map(graph_code(self._to_batch))
 
     def explain(self, error: Exception, step: int) -> Exception:
-        """The error that the feed raised, which tf.data has turned into a text; or the error of a step (from 0)."""
+        """Return the stream's original exception, if any."""
         return self._failures[0] if self._failures else explain_change(error, step)
 
     def _read(self) -> list[Any]:
-        """Read: whether there is a next step, its number, the samples of all ranks if known, and this rank's."""
+        """Return: more steps?, step, samples of all ranks if known, and this rank's."""
         world, order = self._world, self._order
         try:
             fed = next(self._steps, None)
@@ -135,24 +131,23 @@ class _Reader:
         self, _: tf.Tensor, step: tf.Tensor, whole: tf.Tensor, indices: tf.Tensor, *leaves: tf.Tensor
     ) -> Batch:
         (x, y), order, world = self._form.pack(leaves), self._order, self._world
-        if self._augment is not None and order.is_shared:  # the same for every number of ranks
+        if self._augment is not None and order.is_shared:  # the same for any number of ranks
             keys = sample_keys(order.seed, step // order.steps_per_epoch, indices)
             x, y = change(self._augment, x, y, keys)
         elif self._augment is not None:
-            # From the step, so that a resumed run gives the same; another rank's sample must not get the same.
+            # By step, so that a resumed run gives the same, and by rank.
             keys = sample_keys(order.seed, step, indices * world.size + world.rank)
             x, y = change(self._augment, x, y, keys)
         return Batch(x, y, indices, step, whole)
 
 
 def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> Pass:
-    """A rank's pass over what it is fed."""
     begin, end = (global_batch_size * rank // world.size for rank in (world.rank, world.rank + 1))
     return Pass(world.rank, world.size, seed, epoch, max(1, end - begin), global_batch_size)
 
 
 def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, global_batch_size: int) -> Feed:
-    """The feed with the steps of a pass, if it can say them: those of the rank that has most."""
+    """Set the steps of a pass to the largest count of any rank, if known. Every rank must call it."""
     of = pass_of(collective.world, seed=seed, global_batch_size=global_batch_size, epoch=0)
     mine = raise_on_all_ranks(collective, lambda: feed.count_steps(of), name="steps of a pass")
     counts = all_gather_object(collective, mine, name="steps of a pass")
@@ -176,12 +171,12 @@ def _pass_of(order: SampleOrder, world: World, epoch: int) -> Pass:
 def _open_steps(
     feed: Feed, order: StreamingOrder, world: World, places: Places, place: Place, *, first_step: int, end_step: int
 ) -> Iterator[tuple[int, Any, Any]]:
-    """(step, x, y) of one rank's steps; steps for which it is fed nothing are left out at the end of a pass."""
+    """Yield (step, x, y); steps without data at the end of a pass are skipped."""
     step, (known_step, state) = first_step, place
     while step < end_step:
         epoch, skip = divmod(step, feed.steps_per_epoch) if feed.steps_per_epoch else (0, step)
         end = min(end_step, (epoch + 1) * feed.steps_per_epoch) if feed.steps_per_epoch else end_step
-        known = step - known_step if state else 0  # batches after the state, which are read again
+        known = step - known_step if state else 0  # batches after the state, to reread
         batches = feed.open_pass(_pass_of(order, world, epoch), skip - known, *([state] if state else []))
         batches, state = replay(batches, known), b""
         while step < end:
@@ -212,7 +207,7 @@ def _open_steps(
 def _require_own_samples(
     feed: Feed, order: SampleOrder, collective: Collective, first: Any, print_line: Callable[[str], None]
 ) -> None:
-    """Check that all ranks read the same samples if each takes its slice, and different ones otherwise."""
+    """Check that ranks read the same samples if they slice them, else different ones. Every rank must call it."""
     digests = all_gather_object(collective, _digest(first), name="first samples")
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if feed.is_shared and different:
@@ -229,7 +224,6 @@ def _require_own_samples(
 
 
 def _digest(samples: Any) -> str:
-    """A digest of arrays, or structures of them."""
     digest = hashlib.blake2b(digest_size=16)
     for array in map(np.asarray, tf.nest.flatten(samples)):
         digest.update(repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes())

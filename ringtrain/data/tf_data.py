@@ -1,4 +1,4 @@
-"""Pipelines of tf.data's that a user has already, as what each rank is fed."""
+"""User-defined tf.data pipelines as streams."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ringtrain.messages.defects import describe_defect
 if TYPE_CHECKING:
     import tensorflow as tf
 
-TUNED_AHEAD = 2  # at least, of a prefetch that finds its length itself
-TUNED, UNTUNED = b"t", b"u"  # how a state begins: whether the thread was there that tunes the pipeline
-FAILS_IF_STATEFUL = 2  # tf.data's policy: a pipeline with operations whose own state would be lost has none
+TUNED_AHEAD = 2  # minimum of a self-tuning prefetch
+TUNED, UNTUNED = b"t", b"u"  # prefix of a state: autotune thread or none
+FAILS_IF_STATEFUL = 2  # tf.data's policy: no state for pipelines with stateful operations
 
 
 class Current:
-    """The iterator that was opened last."""
+    """The latest iterator."""
 
     def __init__(self) -> None:
         self._iterator: Any = None
@@ -33,12 +33,12 @@ class Current:
     def open(
         self, make: Callable[[], tf.data.Dataset], skip: int, state: bytes, *, begins_anew: bool = True
     ) -> Iterator[Any]:
-        """Yield the batches after those to leave out, by restoring the state or by reading them again.
+        """Skip batches, by restoring the state or by rereading.
 
-        ``begins_anew``: what ``make`` gives a second time has the order of its samples again.
+        ``begins_anew``: each dataset of ``make`` repeats the order of samples.
 
         Raises:
-            DataError: the state is of another pipeline, and it does not begin again.
+            DataError: the state is of another pipeline, and rereading is impossible.
         """
         import tensorflow as tf
 
@@ -64,24 +64,24 @@ class Current:
         import tensorflow as tf
 
         options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False  # whose batches would be in the state
+        options.experimental_optimization.inject_prefetch = False  # its batches would be in the state
         self._iterator = iter(without_tuner(batches.with_options(options), state))
         return batches
 
     def read_state(self) -> bytes:
-        """The state of the iterator; empty if it cannot be saved or is too large, since it might exhaust the memory."""
+        """Empty if unsupported or too large for the memory."""
         return read_iterator_state(self._iterator) if self._is_short else b""
 
 
 def without_tuner(dataset: Any, state: bytes = b"") -> Any:
-    """The dataset, if this rank has one core, without the thread that tunes it.
+    """Disable autotune if this rank has one core.
 
-    There is nothing to be tuned on one core, except how many files are read at once (an interleave's AUTOTUNE).
-    Who lets go of an iterator ends that thread, and waits for it with Python's lock held. If it is woken before its
-    end is noted (TensorFlow's CancellationManager sets that last), as on the same core, it sleeps on for up to as long
-    as the iterator has lived, or a minute: seen with 2.21 after most passes. A dataset that asks for it keeps it.
+    Deleting an iterator joins the autotune thread with the GIL held. If the thread is woken before its cancellation is
+    recorded (TensorFlow's CancellationManager), as on the same core, it sleeps for as long as the iterator has existed,
+    or a minute: after most passes with 2.21. One core has nothing to tune but parallel reads (interleave's AUTOTUNE):
+    datasets that ask for it keep it.
 
-    One that is to take the ``state`` of another has it if that had it: its parts have other names with it.
+    With a ``state``, use its setting: names in the pipeline depend on it.
     """
     import tensorflow as tf
 
@@ -97,31 +97,30 @@ def without_tuner(dataset: Any, state: bytes = b"") -> Any:
 
 
 def tunes_reads(dataset: tf.data.Dataset) -> bool:
-    """True if tf.data is to find out by itself how many datasets are read at once (files, mostly)."""
+    """True if tf.data tunes the number of parallel reads."""
     calls = getattr(dataset, "_num_parallel_calls", None) if hasattr(dataset, "_cycle_length") else None
     return (calls is not None and int(calls) < 0) or any(map(tunes_reads, dataset._inputs()))
 
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:
-    """The bytes in the shuffle buffers of a pipeline, and in a prefetch if its size is known; infinite if they may be
-    anything."""
+    """Return the size of shuffle buffers, and of prefetches if known; infinite if unbounded."""
     inputs = dataset._inputs()
     if getattr(dataset, "_filename", None) is not None and not dataset._filename.numpy():
-        return math.inf  # a cache in memory: all of it is in the state
+        return math.inf  # an in-memory cache is part of the state
     operations = dataset._map_func.function.graph.get_operations() if hasattr(dataset, "_map_func") else ()
     if any(operation.type.startswith(("ShuffleDataset", "CacheDataset")) for operation in operations):
-        return math.inf  # of each file, as in a function of interleave()
+        return math.inf  # per file, in interleave()
     num_bytes, length = 0.0, getattr(dataset, "_buffer_size", None) if hasattr(dataset, "_input_dataset") else None
-    if length is not None and not hasattr(dataset, "_seed"):  # a prefetch, which mostly holds few
+    if length is not None and not hasattr(dataset, "_seed"):  # a prefetch, usually small
         ahead = _bytes_of(inputs[0], max(TUNED_AHEAD, int(length)))
         num_bytes = ahead if math.isfinite(ahead) else 0.0
     elif length is not None:
-        num_bytes = _bytes_of(inputs[0], int(length) if int(length) >= 0 else math.inf)  # below 0: all there are
+        num_bytes = _bytes_of(inputs[0], int(length) if int(length) >= 0 else math.inf)  # below 0: everything
     return num_bytes + sum(map(buffered_bytes, inputs))
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
-    """The largest size of so many elements; no more than the dataset has if they are in memory, such as file names."""
+    """Largest size of as many elements, limited by in-memory data such as file names."""
     import tensorflow as tf
 
     of_one, rows = 0.0, _batch_size(dataset)
@@ -130,7 +129,7 @@ def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
         is_known = is_number and part.shape.rank is not None and None not in part.shape[1:]
         of_one += math.prod(rows if n is None else n for n in part.shape) * part.dtype.size if is_known else math.inf
     tensors = getattr(dataset, "_tensors", ())
-    if not tensors or any(tensor.dtype == tf.variant for tensor in tensors):  # as of what is ragged
+    if not tensors or any(tensor.dtype == tf.variant for tensor in tensors):  # for example ragged
         return elements * of_one
     arrays = list(map(np.asarray, tensors))
     of_all = sum(sum(map(len, array.flat)) if array.dtype == object else array.nbytes for array in arrays)
@@ -138,14 +137,14 @@ def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
 
 
 def _batch_size(dataset: tf.data.Dataset) -> float:
-    """The batch size of the last ``batch()``, which shapes do not contain; infinite if there is none."""
+    """Of the last ``batch()``; shapes lack it. Infinite without one."""
     if (size := getattr(dataset, "_batch_size", None)) is not None:
         return int(size)
     return max(map(_batch_size, dataset._inputs()), default=math.inf)
 
 
 def read_iterator_state(iterator: Any) -> bytes:
-    """The state of a tf.data iterator with its buffers; empty if it cannot be saved."""
+    """State with buffers; empty if unsupported."""
     import tensorflow as tf
 
     try:
@@ -159,7 +158,7 @@ def read_iterator_state(iterator: Any) -> bytes:
 
 
 def set_iterator_state(iterator: Any, state: bytes) -> None:
-    """Let an iterator resume from where another of the same pipeline was; AttributeError or OpError if it cannot."""
+    """Raises AttributeError or OpError if incompatible."""
     import tensorflow as tf
 
     serialized = tf.io.parse_tensor(state[1:], tf.variant)
@@ -171,26 +170,26 @@ def from_dataset(
 ) -> Feed:
     """Train on a ``tf.data.Dataset``.
 
-    **One dataset of samples** (not of batches), the same on every rank. Each rank takes its slice of every
-    ``--global_batch_size`` samples: N ranks train exactly what one trains, and a run can be resumed on any number of
-    ranks. Every rank reads all samples; if that takes longer than training, use a function.
+    **One dataset of samples** (not batches), the same on every rank. Each rank takes its slice of every
+    ``--global_batch_size`` samples: N ranks train exactly what one trains, and resume works on any number of ranks.
+    Every rank reads all samples; if that takes longer than training, use a function.
 
     **A function of the epoch** that returns this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
-    ``of.seed`` and ``of.epoch``, in batches of ``of.local_batch_size``. Ranks may have batches of different sizes and
-    different numbers of steps: each step is the exact mean over all its samples. Resume needs as many ranks as before.
+    ``of.seed`` and ``of.epoch``, in batches of ``of.local_batch_size``. Batch sizes and numbers of steps may differ
+    between ranks: each step is the exact mean over all its samples. Resume needs as many ranks as before.
 
-    A resumed run restores tf.data's iterator state, if the pipeline can save a small one. Otherwise it reads the
-    samples of the epoch again, so each epoch must be repeatable: a ``shuffle`` in one dataset follows the run's seed
-    and changes with each epoch; a random ``map`` with ``num_parallel_calls`` is not repeatable.
+    A resumed run restores tf.data's iterator state if it is small, else rereads the epoch, which must then be
+    repeatable: a ``shuffle`` in one dataset follows the run's seed and changes with each epoch; a random ``map`` with
+    ``num_parallel_calls`` is not repeatable.
 
     With ``steps_per_epoch``, one dataset of infinite or unknown length continues from epoch to epoch and restarts at
-    its end; of a dataset of known length each epoch has the first steps.
+    its end; with a known length each epoch has the first steps.
 
     Args:
-        dataset: elements are pairs (x, y) of dense tensors, or tuples or dicts of such: samples in the first form,
+        dataset: elements are pairs (x, y) of dense tensors, or tuples or dicts of them: samples in the first form,
             batches [n, ...] in the second.
-        steps_per_epoch: steps of an epoch; by default the length of the dataset, on the rank with most. If it is
-            unknown, as for files, there is one epoch of at most ``--steps``.
+        steps_per_epoch: steps of an epoch; default: the longest dataset of any rank. If unknown, as for files, there is
+            one epoch of at most ``--steps``.
     """
     if callable(dataset):
         return _from_function(dataset, steps_per_epoch)
@@ -207,12 +206,12 @@ def from_dataset(
 
 
 class _OneDataset:
-    """The passes of a dataset that all ranks read."""
+    """Passes of a dataset that all ranks read."""
 
     def __init__(self, dataset: tf.data.Dataset, steps_per_epoch: int | None) -> None:
         self.current = Current()
         self._dataset, self._steps_per_epoch = dataset, steps_per_epoch or 0
-        self._num_passes = 0  # that were begun
+        self._num_passes = 0
         self._endless: Iterator[Any] = iter(())
         self._position = -1  # in the endless batches
 
@@ -220,14 +219,14 @@ class _OneDataset:
         return _require_pairs(self._dataset, are_samples=True).batch(of.global_batch_size)
 
     def open_pass(self, of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
-        while self._num_passes < of.epoch:  # a shuffle takes another order each time that it is begun
+        while self._num_passes < of.epoch:  # shuffle reorders at each iteration
             iter(self.batches_of(of))
             self._num_passes += 1
         self._num_passes += 1
         return self.current.open(lambda: self.batches_of(of), skip, state, begins_anew=False)
 
     def resume_endless(self, of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
-        """Continue with the next batches of a dataset without a known end."""
+        """Continue a dataset without a known end."""
         wanted = of.epoch * self._steps_per_epoch + skip
         if self._position != wanted:
             self._endless = self.current.open(lambda: self.batches_of(of).repeat(), wanted, state, begins_anew=False)
@@ -250,18 +249,17 @@ def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int
 
 
 def _cardinality(dataset: Any) -> int:
-    """The number of elements by TensorFlow; negative if unknown or infinite. Other objects are reported later."""
+    """Negative if unknown or infinite. Other objects are reported later."""
     return int(dataset.cardinality()) if hasattr(dataset, "cardinality") else 0
 
 
 def _count(batches: tf.data.Dataset) -> int | None:
-    """The number of elements; None if it is unknown or infinite."""
+    """None if unknown or infinite."""
     count = int(batches.cardinality())
     return count if count >= 0 else None
 
 
 def _require_pairs(dataset: Any, *, are_samples: bool = False) -> tf.data.Dataset:
-    """See that it is a dataset of (x, y), dense."""
     import tensorflow as tf
 
     if not isinstance(dataset, tf.data.Dataset):

@@ -1,4 +1,4 @@
-"""Decoded samples kept: decoded once for each node, or once for each rank, instead of once for each epoch."""
+"""Caches of decoded samples, per node or per rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ def with_cache(
     num_threads: int,
     reserved_bytes: int = 0,
 ) -> Source:
-    """The source with a cache of its decoded samples; itself if it decodes nothing. Every rank must call it.
+    """Wrap a source in a cache if it decodes samples. Every rank must call it.
 
     Args:
-        mode: ``"node"``: all samples are decoded now, by the ranks of each node together, into one file that they all
-            map, and that later runs find. ``"memory"``: each rank keeps what it has decoded, which needs no disk, but
-            as much memory for each rank: for a run of one rank.
+        mode: ``"node"``: the ranks of a node decode all samples now into one file, mapped by all and reused by later
+            runs. ``"memory"``: each rank keeps its decoded samples; best with one rank.
         name: of the source, unique in the run.
-        reserved_bytes: memory that this rank will need for what is cached already, and has not touched yet.
+        reserved_bytes: memory that earlier caches will still use.
     """
     if mode == "none" or not is_fallible(source):
         return source
@@ -50,17 +49,16 @@ def with_cache(
     raise_on_all_ranks(
         collective, lambda: _check_memory(layout, local_size, reserved_bytes), name=f"cache/{name}/memory"
     )
-    # Not touched, these take no memory.
+    # Untouched arrays take no memory.
     arrays = [np.empty((layout.num_samples, *shape), dtype) for shape, dtype in layout.tensors]
     return CachedSource(source, layout, np.zeros(layout.num_samples, bool), arrays)
 
 
 def _check_memory(layout: Layout, local_size: int, reserved_bytes: int) -> None:
-    """See that all ranks of this node can keep all samples, by the kernel's estimate and what is granted to them."""
     needed = layout.num_samples * layout.bytes_per_sample * local_size
     lines = MEMORY_FILE.read_text().splitlines()
     kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
-    limits = [limit for limit, _ in read_memory_limits(Path("/"))]  # of cgroups: a container's, a job's
+    limits = [limit for limit, _ in read_memory_limits(Path("/"))]  # of containers and jobs
     available = min([kilobytes * 1024, *limits]) - reserved_bytes * local_size
     if needed > available:
         raise DataError(

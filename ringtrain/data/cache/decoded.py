@@ -1,4 +1,4 @@
-"""Decoded samples in memory or in a file, and a source that stores and reads them there."""
+"""Source that stores decoded samples in arrays or mapped files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ringtrain.errors import DataError
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of decoded samples: one array for each tensor of the source."""
+    """Layout of decoded samples: one array per tensor."""
 
     num_samples: int
-    tensors: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # of one sample, flat: shape and type
+    tensors: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # shape and type per sample, flat
     structure: Any  # (x, y) with any values
 
     @property
@@ -28,7 +28,6 @@ class Layout:
 
 
 def find_layout(source: FallibleSource) -> Layout:
-    """The layout of a source's samples, without reading any."""
     empty = tf.data.Dataset.from_tensors(tf.zeros([0], tf.int64))
     structure = empty.map(graph_code(source.gather)).element_spec
     specs = tf.nest.flatten(structure)
@@ -43,12 +42,12 @@ def find_layout(source: FallibleSource) -> Layout:
 
 
 class CachedSource:
-    """A source whose decoded samples are read from arrays. What they lack is decoded, and kept if they are writable."""
+    """Source with cached samples; others are decoded, and stored if the arrays are writable."""
 
     def __init__(
         self, source: FallibleSource, layout: Layout, is_kept: np.ndarray, arrays: Sequence[np.ndarray]
     ) -> None:
-        """``is_kept`` [num_samples] says which samples the ``arrays`` [num_samples, ...] have already."""
+        """``is_kept`` [num_samples]: samples that the ``arrays`` [num_samples, ...] already hold."""
         self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
         self.damaged = getattr(source, "damaged", ())
         self.num_bytes = layout.num_samples * layout.bytes_per_sample
@@ -76,7 +75,7 @@ class CachedSource:
         return self._source.find_bad([index for index in map(int, indices) if not self._is_kept[index]])
 
     def _keep(self, indices: tf.Tensor, gather: Any) -> tf.Tensor:
-        """The same indices, once those of the samples that were missing have been decoded and kept."""
+        """Decode and store missing samples; return the indices."""
         with tf.device("CPU"):
             missing = self._missing(indices)
 
@@ -98,9 +97,9 @@ class CachedSource:
         return indices
 
     def _read(self, indices: tf.Tensor) -> Any:
-        """(x, y) of samples that are kept.
+        """Return cached (x, y).
 
-        By NumPy on the host: TensorFlow's own op for a mapped file, ImmutableConst, reads all of it into memory (seen).
+        By NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory.
         """
         with tf.device("CPU"):
             types = [tf.as_dtype(dtype) for _, dtype in self._layout.tensors]
@@ -114,7 +113,6 @@ class CachedSource:
 
 
 def _choose(choose: Callable[[np.ndarray], np.ndarray], indices: tf.Tensor) -> tf.Tensor:
-    """The samples of the indices that a function on the host chooses."""
     chosen = tf.numpy_function(choose, [indices], tf.int64)
     chosen.set_shape([None])
     return chosen

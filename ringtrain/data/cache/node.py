@@ -1,10 +1,9 @@
-"""Decoded samples in one file for each node, which all of its ranks map into their memory.
+"""Decoded samples in one file per node, mapped by all its ranks.
 
-The ranks of a node fill it together before the training, each its share. It is filled under another name and renamed at
-the end: under its own name, which is of the samples and of when their files last changed, it is whole. While it is
-filled local rank 0 holds a lock on it, which the system frees when that process ends, however it ends: a part that
-nobody holds is left over, and the next run removes it, like whole files that no run has opened for a month. Two runs
-that start at once fill a file each; nobody waits for another run.
+The ranks fill it together before training, under a temporary name, then rename it: a file under its own name (of the
+samples and their files' mtimes) is complete. While filling, local rank 0 holds a lock, which the system frees at its
+end: unlocked partial files are removed by the next run, as are files unused for a month. Concurrent runs fill separate
+files; no run waits for another.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ _CHUNK_SAMPLES = 1024
 
 
 def open_node_cache(source: FallibleSource, collective: Collective, *, name: str, num_threads: int) -> CachedSource:
-    """The source with its samples in the node's file, which is filled first if it is missing: see ``with_cache``."""
     world, label = collective.world, f"cache/{name}"
-    # With the node's name, since a home directory may be shared by nodes, and the ranks of one node fill a file.
+    # Home directories may be shared by nodes.
     directory = cache_directory("decoded", world.node)
     file = CacheFile(directory, find_layout(source), f"{source.fingerprint} {getattr(source, 'changed', '')}")
     with contextlib.ExitStack() as stack:
@@ -74,13 +72,12 @@ def open_node_cache(source: FallibleSource, collective: Collective, *, name: str
 
 
 def share_of(world: World, num_samples: int) -> range:
-    """The samples that a rank decodes for its node."""
     first, end = (num_samples * rank // world.local_size for rank in (world.local_rank, world.local_rank + 1))
     return range(first, end)
 
 
 class CacheFile:
-    """The file of some samples: a header, the state of each sample (1: decoded, 0: it could not be), and the arrays."""
+    """Header, state of each sample (1: decoded, 0: corrupt), and arrays."""
 
     def __init__(self, directory: Path, layout: Layout, fingerprint: str) -> None:
         self.layout = layout
@@ -103,12 +100,12 @@ class CacheFile:
             return False
 
     def is_current(self, source: FallibleSource) -> bool:
-        """True if what could not be decoded when it was filled still cannot: a read may just have failed."""
+        """True if samples marked corrupt still are: a read may have failed once."""
         bad = np.flatnonzero(~self.open()[0])
         return len(source.find_bad(bad)) == len(bad)
 
     def begin(self, source: FallibleSource) -> Filling | None:
-        """A file to fill, with all of its space; None if the whole one is there."""
+        """Return a file to fill, with its space allocated; None if it is complete."""
         if self.is_whole() and self.is_current(source):
             return None
         directory = self.path.parent
@@ -118,7 +115,7 @@ class CacheFile:
             self._make_room(directory)
             filling = Filling(self.path)
             try:
-                # A disk that fills up later kills with SIGBUS.
+                # If the disk filled up later, writes would raise SIGBUS.
                 os.posix_fallocate(filling.descriptor, 0, self.num_bytes)
                 os.pwrite(filling.descriptor, self._header, 0)
             except BaseException:
@@ -127,7 +124,7 @@ class CacheFile:
             return filling
 
     def _make_room(self, directory: Path) -> None:
-        """Remove files that no run has opened for long, the longest unused first, and see that there is space."""
+        """Remove unused files, oldest first, and check the free space."""
         used = {path: path.stat().st_mtime for path in directory.glob(f"*{ENDING}")}
         for path in sorted(used, key=lambda path: used[path]):
             lacks_space = shutil.disk_usage(directory).free < self.num_bytes
@@ -143,7 +140,6 @@ class CacheFile:
             )
 
     def fill(self, part: Path, source: FallibleSource, samples: range, num_threads: int) -> None:
-        """Decode samples and write them into their places in ``part``."""
         chunk = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // self.layout.bytes_per_sample))
         chunks = tf.data.Dataset.range(samples.start, samples.stop).batch(chunk).map(graph_code(source.gather_good))
         chunks = in_own_threads(chunks, num_threads, num_ahead=1)
@@ -158,10 +154,10 @@ class CacheFile:
                 array.flush()
 
     def open(self) -> tuple[np.ndarray, list[Any]]:
-        """The mask of readable samples [num_samples], and the mapped arrays."""
+        """Return the mask of readable samples [num_samples], and the mapped arrays."""
         with _saying_where(self.path):
             with contextlib.suppress(PermissionError):  # another user's
-                os.utime(self.path)  # what is in use is not removed: see _make_room
+                os.utime(self.path)  # marks it as used
             is_good, *arrays = self._map(self.path, "r")
             return np.array(is_good, bool), arrays
 
@@ -170,7 +166,7 @@ class CacheFile:
 
 
 class Filling:
-    """A file that is being filled for a place, and is there only once it is finished."""
+    """A temporary file that replaces its target when finished."""
 
     def __init__(self, target: Path) -> None:
         self._target = target
@@ -180,24 +176,21 @@ class Filling:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX)
             if os.fstat(self.descriptor).st_nlink:
                 break
-            os.close(self.descriptor)  # another run took it for left over before it was locked
+            os.close(self.descriptor)  # another run removed it before the lock
 
     def finish(self) -> None:
-        """Put it in its place, whole."""
         with _saying_where(self._target):
             os.fsync(self.descriptor)
             os.replace(self.path, self._target)
 
     def close(self) -> None:
-        """Remove it, if it has not been finished, and free the lock."""
         self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
 
 
 def _remove_left_over(directory: Path) -> None:
-    """Remove what was being filled by processes that are gone."""
     for path in directory.glob(f".*{PART_ENDING}"):
-        with contextlib.suppress(OSError), path.open("r+b") as file:  # BlockingIOError: somebody fills it
+        with contextlib.suppress(OSError), path.open("r+b") as file:  # BlockingIOError: in use
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
 

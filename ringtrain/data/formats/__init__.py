@@ -1,4 +1,4 @@
-"""File formats: CIFAR-10, image folders, TFRecord files with their index, and their conversion."""
+"""File formats: CIFAR-10, image folders and TFRecord files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from ringtrain.errors import DataError
 
 
 def file_error(message: str) -> DataError:
-    """An error that all ranks of a node meet, since they look at the same files."""
+    """The ranks of a node share the error, since they share the files."""
     return DataError(message, reach="node")
 
 
 @contextlib.contextmanager
 def reading(path: str | Path, *, what: str = "the file") -> Iterator[None]:
-    """An error that names a file that cannot be read, and the remedy."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,7 @@
-"""CIFAR-10 (Krizhevsky 2009): its official binary files, found, downloaded once for each node, and read.
+"""CIFAR-10 (Krizhevsky 2009): its binary files, downloaded once per node if missing.
 
-A record is one label byte, 0 to 9, and 3,072 pixel bytes: 1,024 red, 1,024 green and 1,024 blue values, each a 32x32
-image row by row (https://www.cs.toronto.edu/~kriz/cifar.html). The published files have 10,000 records each; any whole
-number of them is read.
+A record is a label byte, 0 to 9, and 3,072 pixel bytes: 1,024 red, 1,024 green, 1,024 blue, each a 32x32 image row by
+row (https://www.cs.toronto.edu/~kriz/cifar.html). Published files have 10,000 records; any number is read.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ NUM_CLASSES = len(CLASS_NAMES)
 IMAGE_SIZE = 32
 RECORD_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE
 
-DOWNLOAD_LIMIT_S = 1800.0  # of a download, and for other processes of the node that wait for it
+DOWNLOAD_LIMIT_S = 1800.0  # for the download, and for processes waiting for it
 SILENCE_LIMIT_S = 30.0  # of the server
 _LOCK_POLL_S = 0.2
 _BLOCK_BYTES = 1 << 20
@@ -54,24 +53,21 @@ Samples = tuple[np.ndarray, np.ndarray]
 
 
 class Download(NamedTuple):
-    """The origin of the archive."""
-
     url: str = ARCHIVE_URL
     md5: str = ARCHIVE_MD5
     limit_s: float = DOWNLOAD_LIMIT_S
 
 
 def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> tuple[Samples, Samples]:
-    """The training and the test samples.
+    """Return training and test samples.
 
-    The files may lie in ``data_dir/cifar-10-batches-bin``, in ``data_dir`` itself, or in the archive
-    ``data_dir/cifar-10-binary.tar.gz`` as published, which is read as it is. If there is none of these, the archive
-    is downloaded to ``data_dir``, by one process of the node while the others wait.
+    Read from ``data_dir/cifar-10-batches-bin``, ``data_dir``, or the archive ``data_dir/cifar-10-binary.tar.gz``; if
+    all are missing, one process per node downloads the archive.
 
-    By default ``data_dir`` is ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
+    Default ``data_dir``: ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
     """
     place = cache_directory("cifar10") if data_dir is None else data_dir
-    # Whole or not; a Path's own methods raise where a directory may not be searched.
+    # Path's methods raise if a directory may not be searched.
     folder = place / FOLDER_NAME if os.path.isdir(place / FOLDER_NAME) else place
     if folder != place or any(os.path.exists(place / name) for name in FILES):
         contents = {name: _read_file(folder / name) for name in FILES}
@@ -87,7 +83,7 @@ def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> 
 
 
 def parse_records(data: bytes, path: Path) -> Samples:
-    """The samples in the content of one file; ``path`` says where it comes from."""
+    """``path`` is for messages."""
     if not data or len(data) % RECORD_BYTES:
         raise file_error(
             f"{path} has {len(data):,} bytes; it must have a whole number of records of {RECORD_BYTES:,} bytes, and at "
@@ -120,7 +116,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:
-    """The content of the six files, which are taken by their names alone: nothing is written to disk."""
+    """Only the six names are read; nothing is written to disk."""
     contents: dict[str, bytes] = {}
     try:
         with open_regular(path, follows_links=True) as opened, gzip.open(opened) as stream:
@@ -130,9 +126,9 @@ def _read_archive(path: Path) -> dict[str, bytes]:
                     is_wanted = str(folder) == FOLDER_NAME and name in FILES
                     if is_wanted and member.isreg() and member.size <= MAX_FILE_BYTES:
                         file = archive.extractfile(member)
-                        assert file is not None  # it is a regular file
+                        assert file is not None  # a regular file
                         contents[name] = file.read()
-            while stream.read(_BLOCK_BYTES):  # to the end, where gzip's checksum is
+            while stream.read(_BLOCK_BYTES):  # up to gzip's checksum
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise file_error(
@@ -159,11 +155,10 @@ def _size_of(path: Path) -> str:
 
 
 def _download_once(archive: Path, download: Download) -> None:
-    """Download the archive, or wait until another process of this node has done so.
+    """Download the archive, or wait for another process of this node.
 
-    Every process may call it, at any time: the first takes a lock, which the system frees when that process ends,
-    however it ends. If it fails it leaves the reason in the lock's file, so that those which waited fail alike, at
-    once.
+    The first caller takes a lock, freed by the system at its end. On failure it writes the reason into the lock's file,
+    so that waiting processes fail at once.
     """
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
@@ -188,12 +183,12 @@ def _download_once(archive: Path, download: Download) -> None:
 
 
 class _DownloadError(Exception):
-    """The server, or what came from it, is not what it should be."""
+    """Wrong answer of the server."""
 
 
 @contextlib.contextmanager
 def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
-    """Hold a lock that one process at a time can have: its file, and whether another had it when this one came."""
+    """Yield an exclusively locked file, and True if another process held the lock."""
     deadline = time.monotonic() + limit_s
     has_waited = False
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:
@@ -206,12 +201,12 @@ def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
             if time.monotonic() > deadline:
                 raise _DownloadError(f"another process has held {path} for more than {limit_s:g} s")
             time.sleep(_LOCK_POLL_S)
-        yield file, has_waited  # closing the file frees the lock
+        yield file, has_waited  # closing frees the lock
 
 
 def _download_to(archive: Path, download: Download) -> None:
-    """Download, check and put in place, so that the archive is there whole or not at all. The caller has the lock."""
-    for partial in archive.parent.glob(f".writing-*-{archive.name}"):  # left where a process was killed
+    """Atomic. The caller has the lock."""
+    for partial in archive.parent.glob(f".writing-*-{archive.name}"):  # of killed processes
         partial.unlink()
     with replacing(archive) as file:
         md5 = _copy(download, file)
@@ -223,16 +218,16 @@ def _download_to(archive: Path, download: Download) -> None:
 
 
 def _copy(download: Download, file: BinaryIO) -> str:
-    """Write what the address gives into a file, and return its MD5."""
+    """Return the MD5."""
     deadline = time.monotonic() + download.limit_s
-    digest = hashlib.md5(usedforsecurity=False)  # published with the archive
+    digest = hashlib.md5(usedforsecurity=False)  # as published
     try:
         response = urllib.request.urlopen(download.url, timeout=min(SILENCE_LIMIT_S, download.limit_s))
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection
         raise _DownloadError(f"{download.url} gave {error}") from None
     with response:
-        while block := response.read1(_BLOCK_BYTES):  # not a full block: the limit holds for a slow server, too
+        while block := response.read1(_BLOCK_BYTES):  # partial blocks: the limit holds for slow servers
             if time.monotonic() > deadline:
                 raise _DownloadError(f"{download.url} took more than {download.limit_s:g} s")
             digest.update(block)

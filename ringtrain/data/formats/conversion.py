@@ -1,4 +1,4 @@
-"""``ringtrain convert``: TFRecord files of an image folder, or of CIFAR-10's binary files."""
+"""``ringtrain convert``: TFRecord files from an image folder or CIFAR-10."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARD_BYTES = 128 << 20
 
 
 class Split(NamedTuple):
-    """The samples of ``train`` or ``validation``: serialised ``tf.train.Example`` messages."""
+    """Samples of ``train`` or ``validation``, as serialised ``tf.train.Example``."""
 
     name: str
     num_samples: int
@@ -36,8 +36,6 @@ class Split(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """The result of a conversion."""
-
     samples: dict[str, int]
     num_files: int
     num_bytes: int
@@ -51,18 +49,14 @@ class Converted(NamedTuple):
 
 
 def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: int | None = None) -> Converted:
-    """Write the samples of a directory as TFRecord files, and a file with the names of the classes.
-
-    Everything is written into a directory of another name, which is renamed at the end: the destination is whole, or
-    not there.
+    """Write a directory's samples as TFRecord files, with the class names, atomically.
 
     Args:
-        source: an image folder, whose files are copied as they are, or a place of CIFAR-10's binary files. Those become
-            raw records: as PNG they would be a fifth smaller, and decoding them would cost far more than reading the
-            bytes saved.
+        source: an image folder, copied without re-encoding, or CIFAR-10's binary files, which become raw records: PNG
+            would save a fifth, but decodes slowly.
         destination: must not exist, or be empty.
-        kind: ``"image_folder"``, ``"cifar10"``, or ``"auto"`` to look what the source holds.
-        num_shards: files for each split; None: as many as make them about ``SHARD_BYTES`` large.
+        kind: ``"image_folder"``, ``"cifar10"``, or ``"auto"`` to detect it.
+        num_shards: files per split; None: of about ``SHARD_BYTES``.
     """
     start = time.monotonic()
     destination = Path(os.path.abspath(destination))
@@ -77,7 +71,7 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
             replace_text(partial / CLASSES_FILE, "".join(f"{name}\n" for name in class_names))
             sizes = [path.stat().st_size for path in partial.glob("*.tfrecord")]
             partial.chmod(0o755)
-            partial.rename(destination)  # an empty directory gives way
+            partial.rename(destination)  # replaces an empty directory
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -98,7 +92,7 @@ def _check_destination(source: Path, destination: Path) -> None:
 
 
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
-    """The names of the classes and the splits."""
+    """Return class names and splits."""
     if not source.is_dir():
         raise file_error(f"source {source} is no directory that can be read. Check the path.")
     is_cifar10 = any((source / name).exists() for name in (FOLDER_NAME, ARCHIVE_NAME, *FILES))
@@ -109,7 +103,7 @@ def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
             f"source {source} is neither an image folder, which has a directory train/<class>, nor a place of "
             f"CIFAR-10, which has {FOLDER_NAME} or {ARCHIVE_NAME}. Check the path, or say what it is with --kind."
         )
-    parts = load_image_folder(source, image_size=1, channels=3)  # of any size: no image is read
+    parts = load_image_folder(source, image_size=1, channels=3)  # any size: no image is read
     return parts[0].class_names, [_open_image_part(part) for part in parts if part is not None]
 
 
@@ -151,7 +145,6 @@ def _open_image_part(part: ImageFolderSource) -> Split:
 
 
 def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
-    """A file's bytes, with the facts from its header."""
     with reading(path):
         encoded = path.read_bytes()
     try:
@@ -169,8 +162,6 @@ def _encoded_example(path: Path, label: int, class_name: str) -> bytes:
 
 
 def make_example(features: dict[str, bytes | int]) -> bytes:
-    """A serialised ``tf.train.Example`` of single values."""
-
     def feature(value: bytes | int) -> tf.train.Feature:
         if isinstance(value, bytes):
             return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))

@@ -1,7 +1,6 @@
-"""Image folders: ``train/<class>/*.jpg`` and, to evaluate on, ``validation/``, ``val/`` or ``test/`` of the same form.
+"""Image folders: ``train/<class>/*.jpg``, and ``validation/``, ``val/`` or ``test/`` for evaluation.
 
-The folders are listed and checked before the training; an image is read and decoded when its turn comes, by the rank
-whose share it falls into.
+Folders are listed and checked before training; images are read when needed.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from ringtrain.runtime import activity
 
 TRAIN_FOLDER = "train"
 EVALUATION_FOLDERS = ("validation", "val", "test")
-ENDINGS = (".jpg", ".jpeg", ".png")  # in any letter case
+ENDINGS = (".jpg", ".jpeg", ".png")  # in any case
 
-IO_THREADS = 16  # for folders and headers: they mostly wait for the disk
+IO_THREADS = 16  # they mostly wait for the disk
 _HEADERS_PER_TASK = 256
 _HEADER_BUFFER_BYTES = 4096
 
@@ -37,24 +36,24 @@ Channels = Literal[1, 3]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageFolderSource:
-    """Images uint8 [n, h, w, c] and their classes, int64 [n]. Build one with ``load_image_folder``."""
+    """Images uint8 [n, h, w, c] and classes int64 [n], from ``load_image_folder``."""
 
     paths: tf.Tensor  # string [num_samples]
-    labels: tf.Tensor  # positions in class_names, int64 [num_samples]
+    labels: tf.Tensor  # indices into class_names, int64 [num_samples]
     num_samples: int
     class_names: tuple[str, ...]  # sorted
     image_shape: tuple[int, int, int]  # (h, w, c)
-    is_resized: bool  # whether images of other sizes and channels are brought to image_shape, or must have it
-    fingerprint: str  # SHA-256 of the classes and of each image's path below the data directory and its size
-    changed: str  # SHA-256 of the times at which the images were last changed; another copy of them has another
-    damaged: tuple[BadSample, ...]  # whose headers say already that they cannot be decoded: read unless is_resized
+    is_resized: bool  # other images are resized and converted, else refused
+    fingerprint: str  # SHA-256 of classes, relative paths and sizes
+    changed: str  # SHA-256 of mtimes, which differ between copies
+    damaged: tuple[BadSample, ...]  # corrupt headers; empty if is_resized
 
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The samples ``indices`` as (x, y); fails where one cannot be decoded, and ``find_bad`` says which."""
+        """Fails if a sample is corrupt; see ``find_bad``."""
         _, x, y = self._collect(indices, skips_bad=False)
         return x, y
 
@@ -76,32 +75,32 @@ class ImageFolderSource:
                 path = self.paths[index]
                 try:
                     self._decode(path)
-                except (tf.errors.OpError, ValueError) as error:  # ValueError: of another shape
+                except (tf.errors.OpError, ValueError) as error:  # ValueError: another shape
                     found.append(BadSample(index, path.numpy().decode(errors="replace"), _reason_of(error)))
         return found
 
     def _decode(self, path: tf.Tensor) -> tf.Tensor:
-        """One image, uint8 [h, w, c]."""
+        """uint8 [h, w, c]."""
         return decode_image(tf.io.read_file(path), self.image_shape, is_resized=self.is_resized)
 
 
 def load_image_folder(
     data_dir: Path, *, image_size: int | None, channels: Channels
 ) -> tuple[ImageFolderSource, ImageFolderSource | None]:
-    """The samples to train on, and those to evaluate on if there are any.
+    """Load training and, if present, evaluation samples.
 
     The classes are the folders in ``train/``, sorted. Hidden files are ignored.
 
     Args:
-        data_dir: holds ``train/<class>/`` with .jpg, .jpeg and .png files, and may hold ``validation/<class>/``, or
-            ``val``, or ``test`` instead.
-        image_size: the middle square of each image is resized to this many pixels each way, and its channels are
-            converted. None: images are taken as they are, and all must have one size and ``channels`` channels.
+        data_dir: holds ``train/<class>/`` with .jpg, .jpeg and .png files, and optionally ``validation/<class>/``, or
+            ``val``, or ``test``.
+        image_size: side in pixels to which each image's central square is resized, with converted channels. None: all
+            images must have one size and ``channels`` channels.
         channels: 1 for grey images, 3 for colour.
 
     Raises:
-        DataError: a folder is missing, empty, or holds something else; a file cannot be read; an image has another
-            size or other channels than the rest.
+        DataError: a folder is missing, empty, or has unexpected contents; a file cannot be read; sizes or channels of
+            images differ.
     """
     listings = [_list_part(data_dir / TRAIN_FOLDER)]
     class_names = tuple(listings[0])
@@ -150,7 +149,7 @@ class _File(NamedTuple):
     changed_ns: int
 
 
-_Listing = dict[str, list[_File]]  # the files of each class, both in the order of their names
+_Listing = dict[str, list[_File]]  # files of each class, both sorted
 
 
 def _files(listing: _Listing) -> Iterator[_File]:
@@ -158,14 +157,13 @@ def _files(listing: _Listing) -> Iterator[_File]:
 
 
 def _fingerprint(data_dir: Path, files: Iterable[_File], class_names: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join(class_names).encode(errors="surrogateescape"))  # by which labels are numbered
+    digest = hashlib.sha256("\0".join(class_names).encode(errors="surrogateescape"))  # determines the labels
     for file in files:
         digest.update(os.fsencode(os.path.relpath(file.path, data_dir)) + b"\0%d\n" % file.num_bytes)
     return digest.hexdigest()
 
 
 def _list_part(folder: Path) -> _Listing:
-    """The classes in ``train/`` or an evaluation folder, and their files."""
     if not os.path.isdir(folder):
         raise file_error(
             f"there is no folder {folder}; an image folder has one folder for each class in it, as {folder}/cat/1.jpg. "
@@ -208,7 +206,7 @@ _REMEDY = "Move what does not belong there to another place; names that begin wi
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    """The entries of a folder that are not hidden, sorted by name."""
+    """Hidden entries excluded, sorted."""
     with reading(folder, what="the folder"), os.scandir(folder) as entries:
         return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
@@ -231,7 +229,7 @@ def _check_classes(folder: Path, names: tuple[str, ...], train_names: tuple[str,
 
 
 def _read_headers(paths: Sequence[str]) -> list[ImageHeader | str]:
-    """Each image's header, or the reason why it has none."""
+    """Return headers, or reasons of failure."""
     tasks = [paths[first : first + _HEADERS_PER_TASK] for first in range(0, len(paths), _HEADERS_PER_TASK)]
     with ThreadPoolExecutor(IO_THREADS) as threads:
         return list(itertools.chain(*threads.map(lambda task: list(map(_read_header, task)), tasks)))
@@ -249,7 +247,6 @@ def _read_header(path: str) -> ImageHeader | str:
 def _common_shape(
     data_dir: Path, paths: Sequence[Sequence[str]], headers: Sequence[Sequence[ImageHeader | str]], channels: int
 ) -> tuple[int, int, int]:
-    """The shape of all images."""
     both = zip(itertools.chain(*paths), itertools.chain(*headers), strict=True)
     images = [(path, header) for path, header in both if not isinstance(header, str)]
     if not images:
@@ -270,6 +267,6 @@ def _common_shape(
 
 
 def _reason_of(error: Exception) -> str:
-    """TensorFlow's message without the names of its operations."""
+    """Remove operation names from TensorFlow's message."""
     message = error.message if hasattr(error, "message") else str(error)
     return re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*", "", message.splitlines()[0])

@@ -1,7 +1,7 @@
-"""Size and channels of JPEG and PNG images, from their headers alone.
+"""Size and channels of JPEG and PNG images, from their headers.
 
-A decoder would say the same (``tf.io.decode_image`` with ``channels=0``), but has to read the whole file. JPEG: ITU-T
-T.81, annex B; PNG: W3C Portable Network Graphics, sections 5 and 11.
+As ``tf.io.decode_image`` with ``channels=0``, without reading the whole file. JPEG: ITU-T T.81, annex B; PNG: W3C
+Portable Network Graphics, sections 5 and 11.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from typing import BinaryIO, NamedTuple
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by colour type
 _PNG_PALETTE = 3
-# Start of frame of every coding process: all of 0xC0 to 0xCF but DHT, JPG and DAC.
+# Start of frame, all coding processes: 0xC0 to 0xCF except DHT, JPG and DAC.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_WITHOUT_CONTENT = frozenset({0x01, *range(0xD0, 0xD9)})  # TEM, RST0 to RST7, SOI
 _JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
 
 
 class ImageHeader(NamedTuple):
-    """The size and channels in an image's header."""
-
     height: int
     width: int
     channels: int
@@ -31,15 +29,11 @@ class ImageHeader(NamedTuple):
 
 
 class HeaderError(Exception):
-    """The file is no JPEG or PNG image, or ends within its header."""
+    """No JPEG or PNG image, or truncated."""
 
 
 def read_header(file: BinaryIO) -> ImageHeader:
-    """The header of a JPEG or PNG image, which its first bytes tell apart.
-
-    Args:
-        file: at its beginning; what lies between the parts of the header is skipped, not read.
-    """
+    """``file`` is at its beginning; other segments are skipped unread."""
     start = file.read(len(_PNG_SIGNATURE))
     if start == _PNG_SIGNATURE:
         header = _read_png(file)
@@ -60,7 +54,7 @@ def _read_jpeg(file: BinaryIO) -> ImageHeader:
             continue
         if marker in (_JPEG_END, _JPEG_SCAN):
             raise HeaderError("its pixels begin, or it ends, without a frame header")
-        (length,) = struct.unpack(">H", _read_exactly(file, 2))  # counts its own two bytes
+        (length,) = struct.unpack(">H", _read_exactly(file, 2))  # includes itself
         if length < 2:
             raise HeaderError(f"a segment of {length} bytes")
         if marker in _JPEG_FRAMES:
@@ -70,7 +64,7 @@ def _read_jpeg(file: BinaryIO) -> ImageHeader:
 
 
 def _next_marker(file: BinaryIO) -> int:
-    """The next marker's code; like libjpeg, pass over what is no marker."""
+    """Skip other bytes, as libjpeg does."""
     while True:
         while _read_exactly(file, 1) != b"\xff":
             pass
@@ -86,13 +80,13 @@ def _read_png(file: BinaryIO) -> ImageHeader:
         raise HeaderError(f"its first chunk is {kind!r} with colour type {colour}")
     channels = _PNG_CHANNELS[colour]
     if colour == _PNG_PALETTE:
-        file.seek(3 + 4, os.SEEK_CUR)  # the rest of IHDR, and its checksum
+        file.seek(3 + 4, os.SEEK_CUR)  # rest of IHDR, and checksum
         channels += _has_transparency(file)
     return ImageHeader(height, width, channels)
 
 
 def _has_transparency(file: BinaryIO) -> bool:
-    """True if the palette has transparent colours, for which the decoder adds a channel."""
+    """True if the palette has transparency, decoded as a channel."""
     while True:
         length, kind = struct.unpack(">I4s", _read_exactly(file, 8))
         if kind in (b"tRNS", b"IDAT"):

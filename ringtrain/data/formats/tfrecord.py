@@ -1,8 +1,8 @@
-"""TFRecord files of images as a source: any record at once, by the index of their offsets.
+"""TFRecord files of images, with random access by an index of offsets.
 
 A record is a ``tf.train.Example`` with ``image/encoded`` (JPEG or PNG), or ``image/raw`` with ``image/height``,
-``image/width`` and ``image/channels`` (uint8 values, row by row), and ``image/class/label`` (int64, from 0): the names
-that TensorFlow's own ImageNet scripts use. ``ringtrain convert`` writes such files.
+``image/width`` and ``image/channels`` (uint8, row by row), and ``image/class/label`` (int64, from 0): the names of
+TensorFlow's ImageNet scripts. ``ringtrain convert`` writes such files.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def load_tfrecords(
     channels: Channels,
     index_dir: Path | None = None,
 ) -> tuple[TFRecordSource, TFRecordSource | None]:
-    """The samples to train on, and those to evaluate on if there are any.
+    """Load training and, if present, evaluation samples.
 
-    All records are read once, if there is no index of them yet.
+    The first call reads all records, to write an index.
 
     Args:
-        data_dir: holds ``train-*.tfrecord`` or ``train.tfrecord``, and may hold the same with ``validation``, ``val``
-            or ``test``; ``classes.txt``, if there is one, has the name of a class on each line.
-        image_size: the middle square of each image is resized to this many pixels each way, and its channels are
-            converted. None: images are taken as they are, and all must have one size and ``channels`` channels.
+        data_dir: holds ``train-*.tfrecord`` or ``train.tfrecord``, and optionally the same with ``validation``, ``val``
+            or ``test``, and ``classes.txt`` with one class name per line.
+        image_size: side in pixels to which each image's central square is resized, with converted channels. None: all
+            images must have one size and ``channels`` channels.
         channels: 1 for grey images, 3 for colour. Raw images must have them.
-        index_dir: where the index is kept from run to run; None: in ``data_dir``, or if that cannot be written, in
-            ``$XDG_CACHE_HOME/ringtrain/index`` or ``~/.cache/ringtrain/index``.
+        index_dir: directory of the index; None: ``data_dir``, or if read-only, ``$XDG_CACHE_HOME/ringtrain/index`` or
+            ``~/.cache/ringtrain/index``.
 
     Raises:
-        DataError: no file, a damaged one, a label out of range, a class without a sample to train on, or images of
-            another shape than the rest.
+        DataError: files are missing or damaged; a label is out of range; a class has no training sample; shapes of
+            images differ.
     """
     class_names = read_class_names(data_dir)
     parts = {"train": find_files(data_dir, TRAIN_FOLDER), "evaluation": find_files(data_dir, *EVALUATION_FOLDERS)}
@@ -73,7 +73,7 @@ def load_tfrecords(
             continue
         file_name = f".tfrecord-{name}-{place}.index"
         index = load_index(paths, [directory / file_name for directory in index_dirs])
-        num_classes = num_classes or 1 + int(index.entries["label"].max())  # of those to train on
+        num_classes = num_classes or 1 + int(index.entries["label"].max())  # from the training samples
         _check_labels(index, num_classes, class_names, must_have_all=name == "train")
         train_shape = sources[0].image_shape if sources else None
         sources.append(_create_source(index, image_size, channels, train_shape, num_classes))
@@ -81,12 +81,11 @@ def load_tfrecords(
 
 
 def has_tfrecords(data_dir: Path) -> bool:
-    """True if a directory holds samples that ``load_tfrecords`` reads."""
     return bool(find_files(data_dir, TRAIN_FOLDER))
 
 
 def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
-    """The files of the first of these names that has any, sorted."""
+    """Use the first name with any files."""
     for name in names:
         paths = {path for pattern in _PATTERNS for path in data_dir.glob(pattern.format(name)) if path.is_file()}
         if paths:
@@ -95,7 +94,7 @@ def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
 
 
 def read_class_names(data_dir: Path) -> list[str]:
-    """The lines of ``classes.txt``, by label; none if there is no such file."""
+    """Empty without ``classes.txt``."""
     try:
         return read_bounded(data_dir / CLASSES_FILE, MAX_CLASSES_BYTES, follows_links=True).decode().splitlines()
     except FileNotFoundError:
@@ -119,7 +118,7 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
         )
     there = np.unique(labels)
     if must_have_all and len(there) < num_classes:
-        # The first that is not in its place; not by a count for each class, of which a wrong label makes too many.
+        # First gap in the labels; not by counts, since wrong labels can be huge.
         missing = int(np.argmax(np.append(there, -1) != np.arange(len(there) + 1)))
         name = f" ({class_names[missing]!r})" if missing < len(class_names) else ""
         raise file_error(
@@ -132,10 +131,7 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
 def _create_source(
     index: Index, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None, num_classes: int
 ) -> TFRecordSource:
-    """The source of an index, once its images are known to have the same shape, if they are not converted.
-
-    Those to evaluate on must have the ``train_shape``.
-    """
+    """Check that images which are not converted have one shape, ``train_shape`` for evaluation."""
     entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
     if not len(known):
@@ -159,7 +155,7 @@ def _create_source(
             )
     stored_shape = (fixed["height"], fixed["width"], channels) if "height" in fixed else None
     image_shape = (image_size, image_size, channels) if image_size else stored_shape
-    assert image_shape is not None  # one of both is known
+    assert image_shape is not None  # one of them is known
     return TFRecordSource(
         index, is_raw=is_raw, stored_shape=stored_shape, image_shape=image_shape, num_classes=num_classes
     )
@@ -171,7 +167,7 @@ def _shape_text(entry: np.void) -> str:
 
 
 class TFRecordSource:
-    """Images uint8 [n, h, w, c] and their labels, int64 [n]. Get one from ``load_tfrecords``."""
+    """Images uint8 [n, h, w, c] and labels int64 [n], from ``load_tfrecords``."""
 
     def __init__(
         self,
@@ -182,18 +178,18 @@ class TFRecordSource:
         image_shape: tuple[int, int, int],
         num_classes: int,
     ) -> None:
-        self.num_samples = len(index.entries)  # damaged ones as well
+        self.num_samples = len(index.entries)  # including damaged ones
         self.image_shape, self.num_classes = image_shape, num_classes
         self.fingerprint = hashlib.sha256(f"{index.fingerprint} {image_shape}".encode()).hexdigest()
         self._index, self._is_raw, self._stored_shape = index, is_raw, stored_shape
-        self._open = functools.lru_cache(_MAX_OPEN_FILES)(_OpenFile)  # those which were needed last stay open
+        self._open = functools.lru_cache(_MAX_OPEN_FILES)(_OpenFile)  # keeps recently used files open
         with tf.device("CPU"):
             self.paths = tf.constant([os.fsencode(path) for path in index.paths])  # [files]
         self._labels = np.asarray(index.entries["label"], np.int64)
         self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The samples ``indices`` as (x, y); fails where one is damaged, and ``find_bad`` says which."""
+        """Fails if a sample is damaged; see ``find_bad``."""
         _, x, y = self._collect(indices, skips_bad=False)
         return x, y
 
@@ -201,7 +197,7 @@ class TFRecordSource:
         return self._collect(indices, skips_bad=True)
 
     def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        read = functools.partial(self._read, skips_bad=skips_bad)  # AutoGraph would make graph code of a function here
+        read = functools.partial(self._read, skips_bad=skips_bad)  # AutoGraph would convert a nested function
         with tf.device("CPU"):
             records, is_whole = tf.numpy_function(read, [indices], (tf.string, tf.bool))
             records.set_shape([None])
@@ -209,7 +205,7 @@ class TFRecordSource:
             if skips_bad:
                 records, indices = records[is_whole], indices[is_whole]
             found, images = self._decode(records, indices, skips_bad=skips_bad)
-            found = found if skips_bad else indices  # whose shape is known
+            found = found if skips_bad else indices  # static shape
             return found, images, tf.gather(self._labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
@@ -227,7 +223,7 @@ class TFRecordSource:
     # --- Reading, on the host ---
 
     def _read(self, indices: np.ndarray, *, skips_bad: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The records [n], and which of them are whole [n]; the others are empty, or fail."""
+        """Return records [n] and a mask [n]; corrupt records are empty, or raise."""
         records = np.full(len(indices), b"", object)
         is_whole = np.zeros(len(indices), bool)
         for place, index in enumerate(indices):
@@ -247,7 +243,7 @@ class TFRecordSource:
                 "it again with ringtrain convert."
             )
         try:
-            file = self._open(self._index.paths[entry["file"]])  # held, so that no other thread's read closes it
+            file = self._open(self._index.paths[entry["file"]])  # a reference, so that no other thread closes it
             record = os.pread(file.descriptor, int(entry["length"]), int(entry["offset"]) + HEADER_BYTES)
         except OSError as error:
             raise DataError(f"{where(index)} cannot be read: {error.strerror}. Check the file.") from error
@@ -261,7 +257,7 @@ class TFRecordSource:
     # --- Decoding, in the graph ---
 
     def _decode(self, records: tf.Tensor, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """Records [n] to their indices and images uint8 [n, h, w, c]; bad ones fail, or are left out."""
+        """Return indices and images uint8 [n, h, w, c]; corrupt ones fail or are skipped."""
         name = "image/raw" if self._is_raw else "image/encoded"
         stored = tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.string)})[name]
         if self._is_raw and self._stored_shape == self.image_shape:
@@ -269,7 +265,7 @@ class TFRecordSource:
         return decode_batch(self._decode_one, stored, indices, image_shape=self.image_shape, skips_bad=skips_bad)
 
     def _decode_one(self, stored: tf.Tensor) -> tf.Tensor:
-        """One image [h, w, c]."""
+        """[h, w, c]."""
         if self._is_raw:
             image = tf.reshape(tf.io.decode_raw(stored, tf.uint8), self._stored_shape)
             return resize_middle(image, self.image_shape[0])
@@ -277,9 +273,9 @@ class TFRecordSource:
 
 
 class _OpenFile:
-    """A file that stays open as long as somebody has it."""
+    """Descriptor open while referenced."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # Not __del__, which at the interpreter's end finds its modules gone.
+        # Not __del__: at exit its modules may be gone.
         weakref.finalize(self, os.close, self.descriptor)

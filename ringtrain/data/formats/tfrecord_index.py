@@ -1,10 +1,8 @@
-"""The index of TFRecord files: position, kind, shape and label of each record.
+"""Index of TFRecord files: offset, kind, shape and label of each record.
 
-A TFRecord file is a row of records: the length of the data (8 bytes), its masked CRC32C (4), the data, and their masked
-CRC32C (4); see TensorFlow's ``tsl/lib/io/record_writer.h``. The data are ``tf.train.Example`` messages. All records
-are read once, by TensorFlow's own reader, which checks both CRCs. The index keeps a CRC-32 of the data (zlib's, which
-Python computes quickly, while nothing in the stack exposes CRC32C): what is read later is known by it to be what was
-found good here.
+A record is: length of the data (8 bytes), its masked CRC32C (4), data, their masked CRC32C (4); see TensorFlow's
+``tsl/lib/io/record_writer.h``. TensorFlow's reader reads all records once and checks both CRCs. The index stores zlib's
+CRC-32, fast in Python (CRC32C is not exposed), to check later reads.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import read_bounded
 from ringtrain.runtime import activity
 
-HEADER_BYTES = 12  # the length and its CRC
+HEADER_BYTES = 12  # length and its CRC
 FOOTER_BYTES = 4  # the data's CRC
 
 ENTRY = np.dtype(
     [
         ("file", "<i4"),
-        ("offset", "<i8"),  # of the record
-        ("length", "<i8"),  # of its data
-        ("crc32", "<u4"),  # of its data
+        ("offset", "<i8"),
+        ("length", "<i8"),  # of the data
+        ("crc32", "<u4"),  # of the data
         ("kind", "u1"),  # ENCODED, RAW or DAMAGED
         ("label", "<i8"),
-        ("height", "<i4"),  # 0, with width and channels, if the image's header cannot be read
+        ("height", "<i4"),  # 0, as width and channels, if the header is corrupt
         ("width", "<i4"),
         ("channels", "<i4"),
     ]
@@ -54,7 +52,7 @@ _PARSED_TOGETHER = 64
 
 
 class FileState(NamedTuple):
-    """The state of a data file when its records were read."""
+    """A data file when it was indexed."""
 
     name: str
     num_bytes: int
@@ -62,32 +60,27 @@ class FileState(NamedTuple):
 
 
 class Index(NamedTuple):
-    """All records of some files: ``entries`` has the type ``ENTRY``, in the order of the files and of their records."""
+    """Records of files; ``entries`` of type ``ENTRY``, in file order."""
 
     files: tuple[FileState, ...]
     entries: np.ndarray
     paths: tuple[Path, ...] = ()
 
     def describe(self, sample: int) -> str:
-        """Describe the location of a sample, for messages."""
         entry = self.entries[sample]
-        first = np.searchsorted(self.entries["file"], entry["file"])  # of its file, as entries follow the files
+        first = np.searchsorted(self.entries["file"], entry["file"])  # first record of the file
         return _name(self.paths[entry["file"]], sample - first, entry["offset"])
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the files' names and sizes, and the place and the content of all records."""
+        """SHA-256 of files' names and sizes, and all entries."""
         digest = hashlib.sha256(json.dumps([file[:2] for file in self.files]).encode())
         digest.update(self.entries.tobytes())
         return digest.hexdigest()
 
 
 def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
-    """The index of files, from a cache that is valid for these files, otherwise by reading them.
-
-    It is written to the first of the caches that can be. Any number of processes may do so at once: each writes a file
-    of its own and renames it.
-    """
+    """Load the index from a valid cache, or read the files and write the first writable cache, atomically."""
     files = tuple(_state_of(path) for path in paths)
     for cache in caches:
         index = _read_cache(cache, files)
@@ -96,7 +89,7 @@ def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
     entries = [scan_file(path, number) for number, path in enumerate(paths)]
     index = Index(files, np.concatenate(entries), tuple(paths))
     for cache in caches:
-        with contextlib.suppress(OSError):  # if none can be written, that costs time in the next run, no more
+        with contextlib.suppress(OSError):  # without a cache the next run reads again
             _write_cache(cache, index)
             break
     return index
@@ -126,7 +119,7 @@ def _write_cache(cache: Path, index: Index) -> None:
 
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
-    """The index in a file; None if there is none for the present state of these files, or it is damaged."""
+    """None if the cache is missing, outdated or damaged."""
     header, start = _header(files), len(_MAGIC) + hashlib.sha256().digest_size
     most_records = sum(file.num_bytes for file in files) // (HEADER_BYTES + FOOTER_BYTES)
     try:
@@ -145,9 +138,9 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
 
 
 def scan_file(path: Path, number: int) -> np.ndarray:
-    """The entries of one file's records, all of which are read; ``number`` is the file's.
+    """Read one file's records.
 
-    A record whose data alone are damaged is marked, since those after it can be read; any other damage is an error.
+    A record with damaged data is marked; other damage is an error, since later records cannot be found.
     """
     records = _read_records(path)
     parts: list[np.ndarray] = []
@@ -160,8 +153,8 @@ def scan_file(path: Path, number: int) -> np.ndarray:
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
-    """Offset, length of the data and the data of each record; None if the data's CRC is wrong."""
-    from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the only reader that returns offsets
+    """Yield offset, length and data; None for damaged data."""
+    from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the only reader with offsets
 
     try:
         with path.open("rb", buffering=0) as opened:
@@ -169,13 +162,13 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
             reader = tf_record_random_reader(os.fspath(path))
             offset = count = 0
             while True:
-                # TensorFlow asks for as much memory as a length says, true or not, and dies if there is none.
+                # TensorFlow allocates the given length, and aborts if it is too large.
                 header = os.pread(file, 8, offset)
                 if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
                     _length_of_damaged(path, file, offset, count)
                 try:
                     data, end = reader.read(offset)
-                except IndexError:  # the end of the file, or so few bytes that they are no header
+                except IndexError:  # end of the file, or a partial header
                     if offset != os.fstat(file).st_size:
                         _length_of_damaged(path, file, offset, count)
                     return
@@ -189,10 +182,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
 
 
 def _length_of_damaged(path: Path, file: int, offset: int, count: int) -> int:
-    """The length of a record that the reader refused, where only its data are damaged.
-
-    It is an error if the length itself is damaged, or the file ends within the record: nothing after it can be read.
-    """
+    """Return a refused record's length if only its data are damaged; else raise DataError."""
     where, num_bytes = _name(path, count, offset), os.fstat(file).st_size
     header = os.pread(file, HEADER_BYTES, offset)
     if len(header) == HEADER_BYTES:
@@ -218,7 +208,7 @@ def _describe(
     lengths: Sequence[int],
     records: Sequence[bytes | None],
 ) -> np.ndarray:
-    """The entries of some records that follow each other in a file; ``first`` is the number of the first."""
+    """``first``: number of the first record."""
 
     def name(place: int) -> str:
         return _name(path, first + place, offsets[place])
@@ -241,9 +231,9 @@ def _describe(
 
 
 def _parse(records: list[bytes | None], name_of: Callable[[int], str]) -> list[np.ndarray]:
-    """Encoded image, raw image, label, height, width and channels of records, [n] each; ``name_of`` names one."""
+    """Return encoded and raw image, label, height, width and channels, [n] each."""
     texts = dict.fromkeys(("image/encoded", "image/raw"), tf.io.FixedLenFeature([], tf.string, b""))
-    numbers = {"image/class/label": -1, "image/height": 0, "image/width": 0, "image/channels": 0}  # of what is lacking
+    numbers = {"image/class/label": -1, "image/height": 0, "image/width": 0, "image/channels": 0}  # defaults
     spec = texts | {name: tf.io.FixedLenFeature([], tf.int64, value) for name, value in numbers.items()}
     with tf.device("CPU"):
         try:
@@ -265,7 +255,7 @@ def _shape_of(encoded: bytes) -> tuple[int, int, int]:
     try:
         return read_header(io.BytesIO(encoded))
     except HeaderError:
-        return (0, 0, 0)  # decoding it fails, and says why
+        return (0, 0, 0)  # decoding reports the error
 
 
 def _name(path: Path, record: int, offset: int) -> str:
@@ -288,7 +278,7 @@ def _problem(encoded: bytes, raw: bytes, label: int, shape: list[int]) -> str | 
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum of a length: Castagnoli's CRC (RFC 3720, B.4), rotated by 15 bits and offset. Slow: bit by bit."""
+    """CRC32C (Castagnoli, RFC 3720, B.4), rotated by 15 bits and offset. Slow: bit by bit."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

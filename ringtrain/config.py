@@ -46,8 +46,7 @@ MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop", "lars")
 RHO_OPTIMIZERS = ("rmsprop", "adadelta")
 EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax", "nadam", "lamb")
 
-# Limits: nine digits of a step in checkpoint names, bits of TensorFlow's dimensions and NumPy's seeds, float32, the
-# kernel's timeouts.
+# Limits of steps in checkpoint names, TensorFlow's dimensions, NumPy's seeds and the kernel's timeouts.
 MAX_STEPS = 999_999_999
 MAX_SIZE = 2**31 - 1
 MAX_SEED = 2**32 - 1
@@ -306,9 +305,9 @@ def make_config(
     workload_defaults: Mapping[str, Any],
     workload_options: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Create a run's configuration from the user's settings (field names to values, ``optimizer`` to a mapping).
+    """Merge the user's settings (field names to values, ``optimizer`` to a mapping) with ``workload_defaults``.
 
-    ``workload_defaults`` has the same form; ``workload_options`` are the workload's options (None: not known yet).
+    ``workload_options`` None: not known yet.
     """
     defaults = dict(workload_defaults)
     _refuse_unknown(defaults)

@@ -1,9 +1,7 @@
 """``make_parallel``: a function of batched tensors, computed in slices on all ranks, with the whole result on each.
 
-Gradients: every rank has the same inputs and variables, and computes the same loss from the whole result. Inputs pass
-through ``take``, captured tensors and variables through ``spread``, outputs through ``gather`` or ``add``
-(collectives/differentiable.py). In the backward pass a rank takes its rows of the result's gradient and computes fn's
-gradient; gradients of variables are then summed over ranks, those of inputs gathered. Every rank's ``tape.gradient`` so
+Every rank computes the same loss from the whole result. Inputs pass through ``take``, captured tensors and variables
+through ``spread``, outputs through ``gather`` or ``add`` (collectives/differentiable.py), so that every rank's gradient
 equals that of one process.
 """
 
@@ -30,7 +28,7 @@ from ringtrain.runtime.world import World, read_world
 RULES = ("concat", "mean", "sum")
 # Types that Horovod supports.
 TRAVELLING = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
-# Errors of nested calls during tracing, which AutoGraph would convert to other types.
+# Errors of nested calls, which AutoGraph would convert.
 _nested: contextvars.ContextVar[list[UsageError] | None] = contextvars.ContextVar("_nested", default=None)
 _TRACES = "_ringtrain_parallel_traces"  # function attribute: traces by input specs
 
@@ -61,7 +59,7 @@ def make_parallel(
 
             - ``"concat"``: concatenate along the first dimension, in the order of the ranks.
             - ``"mean"``: sum over ranks of output * n_r / n, for n_r of n samples: the exact mean over all samples, if
-            an output is its slice's mean. Outputs are floating, with a shape that does not depend on n.
+              an output is its slice's mean. Outputs are floating, with a shape that does not depend on n.
             - ``"sum"``: sum over ranks. Shapes as for ``"mean"``.
         collective: the ranks; by default the launcher's, joined on the first call. Call ``ringtrain.keras.init()``
             before to give each rank its own GPU or cores.
@@ -91,7 +89,7 @@ def make_parallel(
 
 
 def _parallel(fn: Callable[..., Any], combine: Any, collective: Collective | None) -> Callable[..., Any]:
-    # Plain functions keep their traces: make_parallel(fn, x=x) in a loop traces once.
+    # Plain functions keep their traces.
     traces: dict[str, Any] = vars(fn).setdefault(_TRACES, {}) if isinstance(fn, types.FunctionType) else {}
 
     @functools.wraps(fn)
@@ -102,7 +100,7 @@ def _parallel(fn: Callable[..., Any], combine: Any, collective: Collective | Non
 
 
 class _Share(NamedTuple):
-    """This rank's slice; numbers, or tensors [] if the count is unknown before the graph runs."""
+    """This rank's slice; tensors [] if the count is unknown before the graph runs."""
 
     count: Any  # samples on all ranks
     size: Any  # samples on this rank
@@ -137,7 +135,7 @@ def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collecti
 
 
 def _read_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the flat inputs with labels: tensors [n, ...], and other objects unchanged."""
+    """Return flat inputs with labels: tensors [n, ...], other objects unchanged."""
     labelled = [(f"argument {i}", arg) for i, arg in enumerate(args)]
     labelled += [(repr(name), kwargs[name]) for name in sorted(kwargs)]  # order of tf.nest
     leaves = [
@@ -195,7 +193,7 @@ def _number(truth: Any) -> Any:
 def _trace(fn: Callable[..., Any], inputs: Any, traces: dict[str, Any]) -> Any:
     """Return a ConcreteFunction for any number of samples.
 
-    Its ``_call_flat`` takes captured tensors as further inputs: only so can an operation be put between them and fn.
+    Its ``_call_flat`` takes captured tensors as inputs: only so can operations precede them.
     """
     like = tf.nest.map_structure(_to_spec, inputs)  # the trace must not keep tensors alive
     key = repr(like)
@@ -233,10 +231,7 @@ def _to_spec(leaf: Any) -> Any:
 
 
 def _prepare(inputs: Tensors, trace: Any, share: _Share, collective: Collective, name: str) -> tuple[Tensors, Tensors]:
-    """Return the trace's arguments: this rank's slices, and the captured tensors.
-
-    Variables are passed as handles, so that ``spread`` precedes all reads.
-    """
+    """Return this rank's slices, and captured tensors; variables as handles, so that ``spread`` precedes all reads."""
 
     def cut(whole: tf.Tensor) -> tf.Tensor:
         return whole[share.run_start : share.run_end]
@@ -331,6 +326,6 @@ def _combine(parts: Tensors, rules: Sequence[str], share: _Share, collective: Co
 def _connect_from_environment() -> Collective:
     world = read_world(os.environ)
     if world.size > 1 and not uses_horovod("auto", world.launcher):
-        # TensorFlow runs gradients for an outer tape in any order, and MPI requires the same order on all ranks.
+        # TensorFlow runs gradients for an outer tape in any order; MPI requires one order.
         raise UsageError("make_parallel joins the ranks by Horovod, which is not installed. Run: make setup HOROVOD=1")
     return connect("auto", world)

@@ -1,7 +1,6 @@
-"""Random augmentation of batches, with random numbers per sample.
+"""Random augmentation of batches. Random numbers depend on (seed, epoch, sample index), not on rank or batch.
 
-They depend on (seed, epoch, sample index) only, not on rank or batch. TensorFlow's stateless operations take one seed
-per tensor, hence a counter-based generator with a key for each sample.
+TensorFlow's stateless operations take one seed per tensor; this generator takes a key per sample.
 """
 
 from __future__ import annotations
@@ -109,9 +108,7 @@ def random_brightness(images: tf.Tensor, keys: tf.Tensor, max_delta: float, *, d
 
 @graph_code
 def random_contrast(images: tf.Tensor, keys: tf.Tensor, lower: float, upper: float, *, draw: int = 0) -> tf.Tensor:
-    """Scale each channel about its mean, with one factor per image: (x - mean) * factor + mean.
-
-    Like ``tf.image.adjust_contrast``.
+    """Scale each channel about its mean, like ``tf.image.adjust_contrast``, by one factor per image.
 
     Args:
         images: floats [n, h, w, c].
@@ -125,13 +122,9 @@ def random_contrast(images: tf.Tensor, keys: tf.Tensor, lower: float, upper: flo
 
 @graph_code
 def per_image_standardization(images: tf.Tensor) -> tf.Tensor:
-    """Give each image mean 0 and standard deviation 1.
+    """Give each image [n, h, w, c] mean 0 and standard deviation 1, like ``tf.image.per_image_standardization``.
 
-    Like ``tf.image.per_image_standardization``: the deviation is at least 1/sqrt(h * w * c); images of one colour
-    become 0.
-
-    Args:
-        images: floats [n, h, w, c].
+    The deviation is at least 1/sqrt(h * w * c): images of one colour become 0.
     """
     means = _mean(images, axes=[1, 2, 3])
     variances = _mean(tf.square(tf.cast(images, tf.float64) - means), axes=[1, 2, 3])
@@ -141,7 +134,7 @@ def per_image_standardization(images: tf.Tensor) -> tf.Tensor:
 
 
 def _gather_pixels(images: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
-    """Select rows [n or 1, rows] and columns [n, columns] -> [n, rows, columns, c]; one gather is faster than two."""
+    """-> [n, rows, columns, c]; one gather is faster than two."""
     height, width, channels = images.shape[1:]
     first_rows = tf.range(tf.shape(images)[0])[:, tf.newaxis] * height  # [n, 1]
     pixels = (first_rows + rows)[:, :, tf.newaxis] * width + columns[:, tf.newaxis, :]  # [n, rows, columns]
@@ -154,7 +147,7 @@ def _one_for_each(values: tf.Tensor, images: tf.Tensor) -> tf.Tensor:
 
 
 def _mean(images: tf.Tensor, *, axes: list[int]) -> tf.Tensor:
-    """Sum in float64: TensorFlow's order depends on the batch, visible in float32. Keeps ``axes``."""
+    """In float64, since TensorFlow's order depends on the batch. Keeps ``axes``."""
     return tf.reduce_mean(tf.cast(images, tf.float64), axes, keepdims=True)
 
 

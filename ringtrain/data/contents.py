@@ -1,7 +1,7 @@
-"""Digests of sources: of all data in memory, and of parts of files.
+"""Digests of data in memory, and of parts of files.
 
-Equal digests mean equal bytes. Floating-point values may be rounded differently on other processors: weighted sums of
-blocks then show if rounding is the only difference.
+Floating-point values may be rounded differently on other processors: weighted sums of blocks then show if rounding is
+the only difference.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Contents:
     """Digests of sources, computed in a thread while the model is created."""
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
-        # In memory [n, ...], by names such as ``train x`` and ``evaluation y/class``.
+        # [n, ...] by names such as ``train x``
         self.arrays: dict[str, tf.Tensor] = {
             f"{name} {place}": array
             for name, source in sources.items()
@@ -118,11 +118,9 @@ def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None)
 def sum_blocks(array: tf.Tensor, size: int) -> list[Any]:
     """Weighted sums of every ``size`` samples of a floating-point array [n, ...].
 
-    Weights differ between samples and values, so that the sum depends on the order; with both signs, rounding errors
-    add up to their root mean square only.
-
-    Each block gives [sums, scales], both [2, columns]: of the finite values, and of the positions of others. A column
-    is one or several adjacent values of a sample; its scale is the root of the sum of squares.
+    Weights differ, so that sums depend on the order, and have both signs, so that rounding errors cancel. Each block
+    gives [sums, scales], both [2, columns]: of finite values, and of positions of others. A column is one or more
+    adjacent values; its scale is the root of the sum of squares.
     """
     values = np.asarray(array).reshape(len(array), -1)
     values = values.view(values.real.dtype) if np.iscomplexobj(values) else values
@@ -143,7 +141,7 @@ def sum_blocks(array: tf.Tensor, size: int) -> list[Any]:
 
 
 def _add_up(block: np.ndarray, rows: np.ndarray, columns: np.ndarray, starts: np.ndarray) -> tuple[Any, Any]:
-    """Sum a block [m, d] with weights [m] x [d] in columns beginning at ``starts``; return also scales."""
+    """Weights [m] x [d]; columns begin at ``starts``."""
     peak = np.abs(block).max() or 1.0  # squares of large values overflow
     block = block / peak
     sums = np.add.reduceat(rows @ block * columns, starts)
@@ -158,7 +156,6 @@ def _weights(count: int) -> np.ndarray:
 
 
 def find_other_sums(first: Sequence[Any], second: Sequence[Any], dtype: str) -> list[int]:
-    """Return the blocks whose sums, on two ranks, differ by more than the type's rounding."""
     (sums, scales), (other_sums, other_scales) = (np.moveaxis(np.asarray(each), 1, 0) for each in (first, second))
     scale = np.maximum(scales, other_scales)  # [blocks, 2, columns]
     allowed = ROUNDING.get(dtype, COMMON_ROUNDING) * scale + ROUNDING_OF_ALL * np.median(scale[:, 0])
@@ -170,7 +167,7 @@ def find_other_sums(first: Sequence[Any], second: Sequence[Any], dtype: str) -> 
 
 
 def sample_files(paths: tf.Tensor) -> list[str]:
-    """Return name, size and digest of pieces: at most 16 MiB, spread over all files."""
+    """At most 16 MiB, spread over all files."""
     count = min(len(paths), SAMPLED_PIECES)
     with tf.device("CPU"):
         chosen = tf.gather(paths, np.linspace(0, len(paths) - 1, count).astype(np.int64)).numpy()

@@ -1,4 +1,4 @@
-"""Element spec of a stream's batches, the same on all ranks and in all steps."""
+"""Element spec of a stream's batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringtrain.errors import DataError
 
 
 class Form:
-    """Structure, types, and shapes (except the number of samples) of batches (x, y)."""
+    """Spec of batches (x, y), without the number of samples."""
 
     def __init__(self, spec: Any) -> None:
         self._spec = spec
@@ -43,10 +43,9 @@ class Form:
 
 
 def as_arrays(value: Any, *, with_names: bool = False) -> Any:
-    """Convert each leaf to an array; a list is one, tuples and dicts are structures.
+    """Convert leaves to arrays; a list is one, tuples and dicts are structures.
 
-    Other arrays than TensorFlow's are copied, since their memory may be reused. Namedtuples are kept only
-    ``with_names``: a rank without data would not know them.
+    Copies arrays, whose memory may be reused, except TensorFlow's. Namedtuples are kept only ``with_names``.
     """
     if isinstance(value, Mapping):
         return {key: as_arrays(item, with_names=with_names) for key, item in value.items()}
@@ -63,7 +62,7 @@ def _spec_of(array: Any) -> tf.TensorSpec:
 
 
 def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form:
-    """Return the spec of the first rank with a batch; raise on every rank if they differ. Every rank must call it."""
+    """Use the first rank's with a batch; raise on every rank if they differ. Every rank must call it."""
     mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
     all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]

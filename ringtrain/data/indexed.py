@@ -33,24 +33,22 @@ MAX_SAMPLES = 2**53  # Grain reports infinite datasets as the largest integer
 
 
 def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSource | Feed:
-    """Train on Grain datasets, or other objects with the same interface.
+    """Train on Grain datasets, or objects with the same interface.
 
     **Map-style**: a ``grain.MapDataset``, a data source such as ``grain.sources.ArrayRecordDataSource``, or any object
     with ``len(samples)`` and ``samples[number]``, a pair (x, y). ringtrain chooses the order, as for arrays: N ranks
     train exactly what one trains, runs resume at any step without rereading, on any number of ranks, and ``verify`` and
     evaluation work. Samples that raise are reported, or skipped with ``--on_bad_sample skip``. ``samples[number]`` must
-    always return the same sample, in memory that is not reused: several threads may read. Leave out ``shuffle``,
-    ``repeat`` and ``batch``.
+    be deterministic, thread-safe, and not reuse memory. Leave out ``shuffle``, ``repeat`` and ``batch``.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     another iterable, sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``), following ``of.seed``
-    and ``of.epoch``, with batches of ``of.local_batch_size``. Exactness is as in ``from_dataset``'s second form: each
-    step is the mean over all its samples. A resumed run uses the iterator's ``get_state``, or rereads the pass.
+    and ``of.epoch``, with batches of ``of.local_batch_size``. Exactness is as in ``from_dataset``'s second form. A
+    resumed run uses the iterator's ``get_state``, or rereads the pass.
 
     Args:
         samples: the object, or the function.
-        steps_per_epoch: for a function, steps of a pass; default: ``len()`` of its result, or one pass of at most
-            ``--steps``.
+        steps_per_epoch: for a function; default: ``len()`` of its result, or one pass of at most ``--steps``.
 
     Raises:
         DataError: no ``__getitem__`` or ``__len__``, an infinite dataset, or a first sample that is no pair (x, y) of
@@ -96,10 +94,9 @@ def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> 
 def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
     """Stream each rank's own ``keras.utils.PyDataset``, for training.
 
-    Batches are read in order by its ``workers``, in threads, or processes with ``use_multiprocessing``, up to
-    ``max_queue_size`` ahead. Ranks may have batches of different sizes and end at different steps: each step is the
-    exact mean over all its samples. A resumed run rereads nothing; with as many ranks it trains the same if your
-    function follows ``of.seed`` and ``of.epoch``; other numbers of ranks are refused. ``on_epoch_begin`` and
+    ``workers``, ``use_multiprocessing`` and ``max_queue_size`` apply. Batch sizes and numbers of steps may differ
+    between ranks: each step is the exact mean over all its samples. A resumed run rereads nothing; it trains the same
+    if your function follows ``of.seed`` and ``of.epoch``, and needs as many ranks. ``on_epoch_begin`` and
     ``on_epoch_end`` are not called: shuffle by ``of.epoch``.
 
     Args:
@@ -265,7 +262,7 @@ class IndexedSource:
         columns = [np.empty((len(numbers), *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
 
         def take(place: int) -> bool:
-            """Copy a sample at once, as its memory may be reused; return False if it cannot be read."""
+            """Copy at once, as memory may be reused; return False if unreadable."""
             sample = self._read(int(numbers[place]))
             if isinstance(sample, Exception):
                 return False

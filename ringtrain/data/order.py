@@ -1,8 +1,7 @@
 """Samples of global batch k: a pure function of (seed, step), independent of the number of ranks.
 
-Each epoch visits every sample once, permuted by (seed, epoch). The permutation is a Feistel network with cycle walking
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): random access without storage, so that resuming is
-free.
+Each epoch is a permutation by (seed, epoch): a Feistel network with cycle walking (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", 2002), which needs no storage and resumes anywhere.
 """
 
 from __future__ import annotations
@@ -91,10 +90,10 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingOrder(SampleOrder):
-    """Steps of streaming datasets (``ringtrain.data.streaming``).
+    """Steps of streams (``ringtrain.data.streaming``).
 
-    Actual sample counts are unknown: ``num_samples``, and so the learning rate's schedule, count ``global_batch_size``
-    per step.
+    Sample counts are unknown: ``num_samples``, and so the learning rate's schedule, count ``global_batch_size`` per
+    step.
     """
 
     is_single_pass: bool  # training ends when no rank has data
@@ -104,14 +103,13 @@ class StreamingOrder(SampleOrder):
 def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """Map positions [n] to samples [n] by a pseudo-random permutation of ``range(domain_size)``.
 
-    ``key`` is for instance (seed, epoch). SeedSequence is stable across NumPy versions.
+    SeedSequence is stable across NumPy versions.
     """
     half_bits = max(1, (max(domain_size - 1, 1).bit_length() + 1) // 2)
     seeds = np.random.SeedSequence([word & (2**64 - 1) for word in key])
     round_keys = seeds.generate_state(FEISTEL_ROUNDS, np.uint64).astype(np.uint64)
     values = _feistel(positions.astype(np.uint64), half_bits, round_keys)
-    # The network permutes 4**half_bits >= domain_size values. Repeating it until a value is in the domain permutes the
-    # domain; as that is more than a quarter of the values, few repetitions are needed.
+    # Cycle walking: repeat until the value is in the domain, which has more than a quarter of the 4**half_bits values.
     outside = np.flatnonzero(values >= domain_size)
     while outside.size:
         values[outside] = _feistel(values[outside], half_bits, round_keys)

@@ -46,7 +46,7 @@ def local_batches(
     augment: Augment | None = None,
     skips_bad: bool = False,
 ) -> tf.data.Dataset:
-    """Return a dataset of ``Batch`` from ``first_step`` up to, not including, ``end_step``.
+    """Return a dataset of ``Batch``; ``end_step`` is exclusive.
 
     ``skips_bad`` skips corrupt samples of a ``FallibleSource``.
     """
@@ -78,8 +78,7 @@ def local_batches(
             x, y = change(augment, x, y, sample_keys(order.seed, epoch, indices))
         return Batch(x, y, indices, step, global_count)
 
-    # Many steps per call: entering Python for each costs a core as much as a small step. from_generator and unbatch
-    # trace six functions, and start half as fast.
+    # Many steps per call, since entering Python is slow; from_generator and unbatch start half as fast.
     planned = tf.data.Dataset.range(first_step, end_step, PLANNED_STEPS).flat_map(graph_code(plan_steps))
     with own_errors():
         return in_own_threads(planned.map(graph_code(read)), num_threads)
@@ -110,7 +109,7 @@ def as_pair(method: Callable[..., Any], given: Any, *, of: tuple[Any, Any] | Non
 
 
 def change(augment: Augment, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
-    """Apply ``augment``. If it changes the number of samples, the graph raises an error: see ``explain_change``."""
+    """If it changes the number of samples, the graph raises an error: see ``explain_change``."""
     changed = as_pair(augment, graph_code(augment)(x, y, keys), of=(x, y))
     said = f"{getattr(augment, '__qualname__', type(augment).__name__)} {OTHER_COUNT}"
     given = {id(leaf) for leaf in tf.nest.flatten((x, y))}  # no check of unchanged tensors

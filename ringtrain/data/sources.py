@@ -26,7 +26,7 @@ class Source(Protocol):
         """Number of samples."""
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        """Return samples ``indices`` (int64 [n]) as (x, y), tensors [n, ...] or structures of them; runs in a graph."""
+        """Return samples (x, y), tensors [n, ...] or structures of them; runs in a graph. ``indices``: int64 [n]."""
 
 
 class BadSample(NamedTuple):
@@ -182,15 +182,15 @@ def from_generator(
 ) -> Feed:
     """Stream each rank's own generator.
 
-    Ranks may end at different steps, and batch sizes may vary: each step is the exact mean over all ranks' samples. A
+    Batch sizes and numbers of steps may differ between ranks: each step is the exact mean over all ranks' samples. A
     rank without further batches contributes none until all have ended.
 
-    A resumed run replays the pass, which must be deterministic: restart random generators with it. Other numbers of
-    ranks are refused.
+    A resumed run replays the pass, which must be deterministic: restart random generators with it. It needs as many
+    ranks.
 
     Args:
-        generate: (rank, size) -> iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays, with types
-            and shapes (except n) that are the same always and on every rank.
+        generate: (rank, size) -> iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types and
+            shapes, except n, are the same on every rank.
         steps_per_epoch: restart the generator after as many steps. Default: one pass, until no rank has a sample, or
             ``--steps``.
     """

@@ -1,8 +1,7 @@
 """Batches of a run, with the global number of samples of each step.
 
-For indexable samples the order determines it (``Batches``). For streams, or if corrupt samples are skipped, it is known
-only when every rank has its batch (``CountedBatches``): each rank then sends its count for the next step in the control
-vector, without an extra message.
+For streams, or if corrupt samples are skipped, it is known only when every rank has its batch (``CountedBatches``):
+ranks then send their counts for the next step in the control vector.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Batches:
         end_step: int,
         explain: Callable[[Exception, int], Exception],
     ) -> None:
-        """``explain`` converts a pipeline error at a step (from 0) for the user."""
+        """``explain`` converts a pipeline error; the step is from 0."""
         self.element_spec = dataset.element_spec
         self._dataset, self._first_step, self._end_step = dataset, first_step, end_step
         self._explain = explain
@@ -62,7 +61,7 @@ class Batches:
         return None
 
     def is_last(self, step: int) -> bool:
-        """True if no step follows ``step`` (from 1), the latest one; the same on every rank."""
+        """``step`` is from 1, the latest; the same on every rank."""
         return step == self._end_step
 
     def _next_of(self, remaining: Iterator[Batch], step: int) -> Batch:

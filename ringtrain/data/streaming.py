@@ -47,11 +47,11 @@ def streaming_batches(
     print_line: Callable[[str], None] = lambda line: None,
     place: Place = NOWHERE,
 ) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception], Places]:
-    """Open this rank's batches from ``first_step`` up to ``end_step`` (exclusive). Every rank must call it.
+    """Open this rank's batches; ``end_step`` is exclusive. Every rank must call it.
 
-    Returns a dataset of ``Batch`` without global counts, a function that finds the original exception (tf.data converts
-    them to text), and the pipeline's checkpoints. Indices are positions in this rank's batch or, for shared data, in
-    the pass. ``place`` is a checkpoint before ``first_step``.
+    Returns a dataset of ``Batch`` without global counts, a function that finds original exceptions (tf.data converts
+    them to text), and the pipeline's checkpoints. Indices are positions in the batch or, for shared data, the pass.
+    ``place``: a checkpoint before ``first_step``.
     """
     world = collective.world
     places = Places(feed, order.steps_per_epoch, rank=world.rank, size=world.size)
@@ -94,7 +94,7 @@ class _Reader:
         self._failures: list[Exception] = []
 
     def to_dataset(self) -> tf.data.Dataset:
-        """from_generator converts, compares and copies arrays in Python: too slow for small steps."""
+        """from_generator is too slow for small steps: it converts, compares and copies in Python."""
         scalar = tf.TensorSpec([], tf.int64)
         specs = [tf.TensorSpec([], tf.bool), scalar, scalar, tf.TensorSpec([None], tf.int64), *self._form.specs]
 
@@ -110,7 +110,7 @@ class _Reader:
         return self._failures[0] if self._failures else explain_change(error, step)
 
     def _read(self) -> list[Any]:
-        """Return: more steps?, step, samples of all ranks if known, and this rank's."""
+        """Return: has a step, step, samples of all ranks if known, this rank's."""
         world, order = self._world, self._order
         try:
             fed = next(self._steps, None)
@@ -147,7 +147,7 @@ def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> P
 
 
 def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, global_batch_size: int) -> Feed:
-    """Set the steps of a pass to the largest count of any rank, if known. Every rank must call it."""
+    """Use the largest count of any rank, if known. Every rank must call it."""
     of = pass_of(collective.world, seed=seed, global_batch_size=global_batch_size, epoch=0)
     mine = raise_on_all_ranks(collective, lambda: feed.count_steps(of), name="steps of a pass")
     counts = all_gather_object(collective, mine, name="steps of a pass")
@@ -171,7 +171,7 @@ def _pass_of(order: SampleOrder, world: World, epoch: int) -> Pass:
 def _open_steps(
     feed: Feed, order: StreamingOrder, world: World, places: Places, place: Place, *, first_step: int, end_step: int
 ) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (step, x, y); steps without data at the end of a pass are skipped."""
+    """Skips steps without data at the end of a pass."""
     step, (known_step, state) = first_step, place
     while step < end_step:
         epoch, skip = divmod(step, feed.steps_per_epoch) if feed.steps_per_epoch else (0, step)

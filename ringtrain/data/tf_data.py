@@ -33,9 +33,9 @@ class Current:
     def open(
         self, make: Callable[[], tf.data.Dataset], skip: int, state: bytes, *, begins_anew: bool = True
     ) -> Iterator[Any]:
-        """Skip batches, by restoring the state or by rereading.
+        """Restore the state, or reread.
 
-        ``begins_anew``: each dataset of ``make`` repeats the order of samples.
+        ``begins_anew``: rereading gives the same order.
 
         Raises:
             DataError: the state is of another pipeline, and rereading is impossible.
@@ -74,14 +74,11 @@ class Current:
 
 
 def without_tuner(dataset: Any, state: bytes = b"") -> Any:
-    """Disable autotune if this rank has one core.
+    """Disable autotune if this rank has one core, unless it tunes parallel reads.
 
     Deleting an iterator joins the autotune thread with the GIL held. If the thread is woken before its cancellation is
-    recorded (TensorFlow's CancellationManager), as on the same core, it sleeps for as long as the iterator has existed,
-    or a minute: after most passes with 2.21. One core has nothing to tune but parallel reads (interleave's AUTOTUNE):
-    datasets that ask for it keep it.
-
-    With a ``state``, use its setting: names in the pipeline depend on it.
+    recorded (TensorFlow's CancellationManager), it sleeps for as long as the iterator has existed, or a minute: on one
+    core after most passes with 2.21. A ``state`` needs its own setting: names in the pipeline depend on it.
     """
     import tensorflow as tf
 
@@ -103,7 +100,7 @@ def tunes_reads(dataset: tf.data.Dataset) -> bool:
 
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:
-    """Return the size of shuffle buffers, and of prefetches if known; infinite if unbounded."""
+    """Infinite if unbounded."""
     inputs = dataset._inputs()
     if getattr(dataset, "_filename", None) is not None and not dataset._filename.numpy():
         return math.inf  # an in-memory cache is part of the state
@@ -120,7 +117,7 @@ def buffered_bytes(dataset: tf.data.Dataset) -> float:
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
-    """Largest size of as many elements, limited by in-memory data such as file names."""
+    """In-memory data, such as file names, limit the size."""
     import tensorflow as tf
 
     of_one, rows = 0.0, _batch_size(dataset)
@@ -137,7 +134,7 @@ def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
 
 
 def _batch_size(dataset: tf.data.Dataset) -> float:
-    """Of the last ``batch()``; shapes lack it. Infinite without one."""
+    """For the last ``batch()``, which shapes lack. Infinite without one."""
     if (size := getattr(dataset, "_batch_size", None)) is not None:
         return int(size)
     return max(map(_batch_size, dataset._inputs()), default=math.inf)
@@ -176,20 +173,19 @@ def from_dataset(
 
     **A function of the epoch** that returns this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
     ``of.seed`` and ``of.epoch``, in batches of ``of.local_batch_size``. Batch sizes and numbers of steps may differ
-    between ranks: each step is the exact mean over all its samples. Resume needs as many ranks as before.
+    between ranks: each step is the exact mean over all its samples. Resume needs as many ranks.
 
     A resumed run restores tf.data's iterator state if it is small, else rereads the epoch, which must then be
-    repeatable: a ``shuffle`` in one dataset follows the run's seed and changes with each epoch; a random ``map`` with
-    ``num_parallel_calls`` is not repeatable.
+    repeatable: a random ``map`` with ``num_parallel_calls`` is not; a ``shuffle`` in one dataset is, by the run's seed.
 
     With ``steps_per_epoch``, one dataset of infinite or unknown length continues from epoch to epoch and restarts at
     its end; with a known length each epoch has the first steps.
 
     Args:
-        dataset: elements are pairs (x, y) of dense tensors, or tuples or dicts of them: samples in the first form,
-            batches [n, ...] in the second.
-        steps_per_epoch: steps of an epoch; default: the longest dataset of any rank. If unknown, as for files, there is
-            one epoch of at most ``--steps``.
+        dataset: elements (x, y) of dense tensors, or tuples or dicts of them: samples in the first form, batches [n,
+            ...] in the second.
+        steps_per_epoch: default: the longest dataset of any rank; if unknown, as for files, one epoch of at most
+            ``--steps``.
     """
     if callable(dataset):
         return _from_function(dataset, steps_per_epoch)

@@ -1,5 +1,5 @@
-"""``ringtrain doctor``: would training work here, and if not, what helps?
+"""``ringtrain doctor``: checks if training would work here.
 
-``probes.py`` gathers facts, ``judging.py`` and ``ranks.py`` make findings of them by pure functions, ``table.py`` shows
-them, and ``ringtrain/commands/doctor.py`` does these in turn, with the other ranks if there are any.
+``probes.py`` gathers facts, ``judging.py`` and ``ranks.py`` turn them into findings, ``table.py`` prints them,
+``ringtrain/commands/doctor.py`` runs it all.
 """

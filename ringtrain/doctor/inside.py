@@ -1,7 +1,6 @@
-"""Load the packages one by one and say what they are: the child process of ``ringtrain doctor``.
+"""Child process of ``ringtrain doctor`` that loads the packages one by one.
 
-A broken extension can end the interpreter that loads it, or hang. So this is a process of its own, and says at each
-step what it is about to load, so that its parent process knows where it ended.
+Broken extensions may crash or hang the interpreter; the parent learns before each step what is loaded next.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ MAX_MESSAGE = 160
 
 
 def look_at_tensorflow() -> dict[str, Any]:
-    """TensorFlow's version, the CUDA that it was built for, and the GPUs that it sees."""
     import tensorflow as tf
 
     cuda = dict(tf.sysconfig.get_build_info()).get("cuda_version")
@@ -30,14 +28,12 @@ def look_at_tensorflow() -> dict[str, Any]:
 
 
 def look_at_keras() -> dict[str, Any]:
-    """Keras' version."""
     import keras
 
     return {"version": keras.__version__}
 
 
 def look_at_horovod() -> dict[str, Any]:
-    """Horovod's version, what it was built with, and the MPI that it has loaded."""
     import horovod.tensorflow as hvd
 
     parts = [part for part in ("mpi", "gloo", "nccl", "ccl", "cuda", "rocm") if getattr(hvd, f"{part}_built")()]
@@ -45,14 +41,13 @@ def look_at_horovod() -> dict[str, Any]:
     return {
         "version": importlib.metadata.version("horovod"),
         "horovod_parts": parts,
-        # NCCL's own coding of its version, from 2.9 on: major * 10000 + minor * 100 + patch (nccl.h).
+        # NCCL's version code since 2.9: major * 10000 + minor * 100 + patch (nccl.h).
         "nccl": f"{nccl // 10000}.{nccl % 10000 // 100}.{nccl % 100}" if nccl else None,
         "horovod_mpi": loaded_mpi_libraries(),
     }
 
 
 def look_at_mpi4py() -> dict[str, Any]:
-    """mpi4py's version and the MPI that it has loaded, without joining the ranks."""
     import mpi4py
 
     already_loaded = set(loaded_mpi_libraries())
@@ -67,7 +62,7 @@ def look_at_mpi4py() -> dict[str, Any]:
     }
 
 
-# The keys are the names of ``facts.Stack``, except for the version.
+# Keys are fields of ``facts.Stack``.
 STEPS: dict[str, Callable[[], dict[str, Any]]] = {
     "tensorflow": look_at_tensorflow,
     "keras": look_at_keras,
@@ -77,13 +72,13 @@ STEPS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def loaded_mpi_libraries() -> list[str]:
-    """The files of MPI libraries that this process has loaded: Open MPI's and Intel's, MPICH's, Cray's."""
+    """Open MPI's and Intel's, MPICH's, Cray's."""
     mapped = re.findall(r"(/\S*/libmpi(?:ch|_cray|_gnu_\w+)?\.so\S*)", Path("/proc/self/maps").read_text())
     return list(dict.fromkeys(os.path.realpath(path) for path in mapped))
 
 
 def describe_mpi(text: str) -> str | None:
-    """Name and version of an MPI, from what its library or its mpirun says of itself; None if neither is known."""
+    """Parse an MPI library's or mpirun's version text."""
     openmpi = re.search(r"Open MPI\W+v?([\d.]+\d)", text)
     if openmpi or "Open MPI" in text or "OpenRTE" in text:
         return f"Open MPI {openmpi[1]}" if openmpi else "Open MPI"
@@ -98,14 +93,13 @@ def describe_mpi(text: str) -> str | None:
 
 
 def shorten(message: str) -> str:
-    """An error's message as one line of moderate length."""
     text = " ".join(message.split())
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
 
 
 def main() -> None:
-    """Look at one library after the other, and report each finding in a line of JSON at once: the next may crash."""
-    # What libraries print must not get between the lines of the answer.
+    """Report each result as a line of JSON at once: the next package may crash."""
+    # Output of libraries must not mix with the answer.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -118,9 +112,9 @@ def main() -> None:
         tell(begins=name)
         try:
             tell(ends=name, found=look())
-        except BaseException as error:  # the next step may work all the same
+        except BaseException as error:  # later steps may still work
             tell(ends=name, failure=describe_hiding(error) or shorten(f"{type(error).__name__}: {error}"))
-    os._exit(0)  # libraries that were loaded only to be looked at have nothing to tidy up
+    os._exit(0)  # no cleanup of the loaded libraries
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""From the facts of one process to findings: pure functions, one for each subject."""
+"""Findings from the facts of one process: pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringtrain.runtime.world import GLOO_LAUNCHER
 
 Status = Literal["ok", "warning", "broken"]
 
-# The ranges of pyproject.toml: from the first, up to the second without it.
+# Ranges of pyproject.toml, upper bound excluded.
 PYTHONS = ((3, 10), (3, 14))
 TENSORFLOWS = ((2, 18), (2, 22))
 KERASES = ((3, 10), (3, 16))
@@ -23,12 +23,12 @@ KERAS_3 = ((3, 0), (4, 0))
 HOROVOD = "0.28.1"
 
 GIB, MIB, KIB = 2**30, 2**20, 2**10
-# A process that trains the built-in digits on a core has a peak of 0.6 GiB, measured.
+# Measured: digits peaks at 0.6 GiB on a core.
 MEMORY_PER_RANK = 1 * GIB
-# The file of each rank through which Open MPI 4.1 talks within a node (btl_vader_segment_size).
+# Open MPI 4.1's shared memory per rank (btl_vader_segment_size).
 SHM_PER_RANK = 4 * MIB
-# One of NCCL's buffers between GPUs that cannot read each other's memory: 9637888 bytes, by its own error
-# messages. There are several for a GPU; NCCL's user guide (Troubleshooting, Shared Memory) asks for 1 GiB in all.
+# One NCCL buffer between GPUs without peer access: 9637888 bytes, from its error messages; each GPU has several. NCCL's
+# user guide (Troubleshooting, Shared Memory) asks for 1 GiB in all.
 SHM_PER_NCCL_BUFFER = 10 * MIB
 SHM_PER_GPU = 32 * MIB
 
@@ -42,21 +42,18 @@ REBUILD_HOROVOD = (
 
 
 class Finding(NamedTuple):
-    """One row of the table."""
-
-    status: Status  # ``broken`` where training would not work
+    status: Status  # ``broken``: training would not work
     text: str
-    remedy: str = ""  # what helps; empty if nothing has to
+    remedy: str = ""
     subject: str = ""
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """All findings of one process."""
     findings = [check(facts)._replace(subject=subject) for subject, check in CHECKS.items()]
     for refusal in facts.refusals:
         text, _, remedy = refusal.rpartition(". ")
         findings.append(Finding("broken", text, remedy, subject="environment"))
-    # A look that failed by itself says nothing about training.
+    # A failed probe does not mean that training fails.
     return findings + [
         Finding("warning", f"could not be looked at: {why}", "report this message", subject=name)
         for name, why in facts.unknown.items()
@@ -64,7 +61,6 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def judge_python(facts: Facts) -> Finding:
-    """The interpreter."""
     stack = facts.stack
     text = f"{stack.python}, {stack.executable}"
     if stack.optimize >= 2:
@@ -77,7 +73,6 @@ def judge_python(facts: Facts) -> Finding:
 
 
 def judge_tensorflow(facts: Facts) -> Finding:
-    """TensorFlow: there, loadable, of the version that ringtrain is tested with."""
     stack = facts.stack
     if missing := find_missing(stack, "tensorflow"):
         return missing
@@ -90,7 +85,6 @@ def judge_tensorflow(facts: Facts) -> Finding:
 
 
 def judge_keras(facts: Facts) -> Finding:
-    """Keras: 3, on TensorFlow."""
     stack = facts.stack
     version = stack.versions.get("keras", "")
     if version and not is_within(version, KERAS_3):
@@ -109,7 +103,6 @@ def judge_keras(facts: Facts) -> Finding:
 
 
 def judge_horovod(facts: Facts) -> Finding:
-    """Horovod: built for this TensorFlow, loadable, with something that carries its messages."""
     stack = facts.stack
     version, built_for = stack.versions.get("horovod"), stack.horovod_built_for
     tensorflow = stack.versions.get("tensorflow")
@@ -140,7 +133,6 @@ def judge_horovod(facts: Facts) -> Finding:
 
 
 def describe_parts(stack: Stack) -> str:
-    """The components of Horovod: controllers and operations."""
     names = {"mpi": "MPI", "gloo": "Gloo", "nccl": f"NCCL {stack.nccl}", "ccl": "CCL"}
     controllers = [names[part] for part in stack.horovod_parts if part in ("mpi", "gloo")]
     operations = [names[part] for part in stack.horovod_parts if part in names]
@@ -149,12 +141,11 @@ def describe_parts(stack: Stack) -> str:
 
 
 def judge_mpi(facts: Facts) -> Finding:
-    """One MPI: Horovod's, mpi4py's and the launcher's."""
     stack = facts.stack
     if stack.versions.get("horovod") and stack.horovod_parts and "mpi" not in stack.horovod_parts:
         return Finding("ok", "not used: Horovod has Gloo alone")
     if missing := find_missing(stack, "mpi4py", remedy="pip install 'mpi4py>=4,<5', with Horovod's MPI in PATH"):
-        goes_on = facts.world.launcher == GLOO_LAUNCHER and "gloo" in stack.horovod_parts  # which needs no MPI
+        goes_on = facts.world.launcher == GLOO_LAUNCHER and "gloo" in stack.horovod_parts  # needs no MPI
         return missing._replace(status="warning" if goes_on else "broken", text=f"mpi4py {missing.text}")
     mine, theirs = stack.horovod_mpi, stack.mpi4py_mpi
     library, mpirun = stack.mpi_library or "an unknown MPI", facts.launchers.mpirun_version
@@ -171,7 +162,6 @@ def judge_mpi(facts: Facts) -> Finding:
 
 
 def judge_launchers(facts: Facts) -> Finding:
-    """The launchers that are available. Under a launcher this is known."""
     launchers, parts = facts.launchers, facts.stack.horovod_parts
     fails, version = launchers.mpirun_failure, launchers.mpirun_version
     mpirun = f"which fails: {fails}" if fails else version or "of an unknown MPI"
@@ -198,7 +188,6 @@ def judge_launchers(facts: Facts) -> Finding:
 
 
 def judge_gpus(facts: Facts) -> Finding:
-    """The GPUs of the node, and whether each rank has one."""
     stack, hardware, local_size = facts.stack, facts.hardware, facts.world.local_size
     gpus, seen = hardware.gpus or (), stack.visible_gpus
     hidden = f" (CUDA_VISIBLE_DEVICES={hardware.cuda_visible_devices})" if hardware.cuda_visible_devices else ""
@@ -230,7 +219,6 @@ def judge_gpus(facts: Facts) -> Finding:
 
 
 def judge_cores(facts: Facts) -> Finding:
-    """The cores that the process may use, and the limit of its cgroup."""
     hardware, local_size = facts.hardware, facts.world.local_size
     count = len(hardware.cores)
     limit = "no cgroup limit" if hardware.quota is None else f"cgroup limit {hardware.quota:g}"
@@ -246,7 +234,6 @@ def judge_cores(facts: Facts) -> Finding:
 
 
 def judge_memory(facts: Facts) -> Finding:
-    """Enough for TensorFlow in each rank."""
     hardware, local_size = facts.hardware, facts.world.local_size
     if not hardware.memory_bytes:
         return Finding("warning", "unknown", "mount /proc")
@@ -262,7 +249,6 @@ def judge_memory(facts: Facts) -> Finding:
 
 
 def judge_shm(facts: Facts) -> Finding:
-    """Shared memory, through which the ranks of a node talk."""
     hardware, world, seen = facts.hardware, facts.world, facts.stack.visible_gpus
     has_gpus = seen > 1 or (seen > 0 and world.local_size > 1)
     ranks = world.local_size if world.size > 1 else seen or max(len(hardware.cores), 2)
@@ -277,7 +263,7 @@ def judge_shm(facts: Facts) -> Finding:
         if hardware.shm_free_bytes < ranks * SHM_PER_NCCL_BUFFER:
             return Finding("broken", f"{text}: too little for NCCL with {ranks} GPUs", remedy)
         return Finding("warning", f"{text}: little for NCCL with {ranks} GPUs", remedy)
-    # Measured: Open MPI 4.1 goes on over TCP, after a page of warnings.
+    # Measured: Open MPI 4.1 falls back to TCP, with a page of warnings.
     return Finding("warning", f"{text}: {ranks} ranks would talk by TCP, slowly", remedy)
 
 
@@ -296,7 +282,7 @@ CHECKS: Mapping[str, Callable[[Facts], Finding]] = {
 
 
 def can_join(facts: Facts) -> bool:
-    """True if this process can talk to other ranks at all."""
+    """True if this process can communicate."""
     has_horovod = "horovod" in facts.stack.versions
     uses_mpi = facts.world.launcher != GLOO_LAUNCHER and (not has_horovod or "mpi" in facts.stack.horovod_parts)
     needed = ["tensorflow", *(["horovod"] if has_horovod else []), *(["mpi4py"] if uses_mpi else [])]
@@ -304,13 +290,12 @@ def can_join(facts: Facts) -> bool:
 
 
 def is_within(version: str, bounds: tuple[tuple[int, int], tuple[int, int]]) -> bool:
-    """True if a version is at least the first and below the second."""
+    """The upper bound is excluded."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return bool(match) and bounds[0] <= (int(match[1]), int(match[2])) < bounds[1]  # type: ignore[index]
 
 
 def in_gib(size: float) -> str:
-    """Bytes as gibibytes."""
     return f"{size / GIB:.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.1f} GiB"
 
 
@@ -319,21 +304,21 @@ def _in_size(size: int) -> str:
 
 
 def _is_same_mpi(mpirun: str, library: str) -> bool:
-    """True if two descriptions agree, as far as both are known: the same name, and the same first two numbers."""
+    """Compare name, major and minor version, as far as known."""
     names = [re.sub(r" [\d.]+\w*$", "", text) for text in (mpirun, library)]
     numbers = [re.findall(r" (\d+\.\d+)", text) for text in (mpirun, library)]
     return names[0] == names[1] and (not all(numbers) or numbers[0] == numbers[1])
 
 
 def _is_unfit(stack: Stack, package: str) -> bool:
-    """True if a package is missing, does not load, or is the Keras of before."""
+    """True if missing, broken or Keras 2."""
     version = stack.versions.get(package)
     is_legacy = package == "keras" and bool(version) and not is_within(version or "", KERAS_3)
     return version is None or package in stack.failures or is_legacy
 
 
 def find_missing(stack: Stack, package: str, remedy: str = SETUP) -> Finding | None:
-    """The finding that a package is not installed or does not load; None if it does."""
+    """None if the package loads."""
     version, failure = stack.versions.get(package), stack.failures.get(package)
     if version is None:
         return Finding("broken", "not installed", remedy)

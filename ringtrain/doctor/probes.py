@@ -1,4 +1,4 @@
-"""Look at this process's environment: packages, node, launchers. Each look has a time limit, and none can raise."""
+"""Probes of packages, node and launchers, with time limits; none raises."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from ringtrain.runtime.world import World
 
 Found = TypeVar("Found")
 
-# TensorFlow alone may take a minute from a cold network file system.
+# TensorFlow may take a minute from a cold network file system.
 LOAD_SECONDS = 120.0
 COMMAND_SECONDS = 20.0
-REQUIRED = ("yaml", "rich.progress")  # besides those that the child process loads; TensorFlow needs NumPy
+REQUIRED = ("yaml", "rich.progress")  # not loaded by the child process; NumPy comes with TensorFlow
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,driver_version,mig.mode.current", "--format=csv,noheader")
 
 
 def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str | None) -> Facts:
-    """All that this process can find out by itself; ``keras_backend`` is what the user's environment said of it."""
+    """``keras_backend``: from the user's environment."""
     unknown: dict[str, str] = {}
 
     def attempt(name: str, probe: Callable[[], Found], otherwise: Found) -> Found:
         try:
             return probe()
-        except Exception as error:  # a look that fails is itself something to show
+        except Exception as error:  # reported as a finding
             unknown[name] = shorten(f"{type(error).__name__}: {error}")
             return otherwise
 
@@ -64,7 +64,7 @@ def gather_facts(world: World, environ: Mapping[str, str], *, keras_backend: str
 
 
 def find_refusals(environ: Mapping[str, str]) -> list[str]:
-    """The errors by which a training would end before it starts TensorFlow."""
+    """Return errors that would end a training before TensorFlow starts."""
     refusals = []
     checks: list[Callable[[], None]] = [
         lambda: check_environment(environ),
@@ -80,7 +80,7 @@ def find_refusals(environ: Mapping[str, str]) -> list[str]:
 
 
 def require_module(name: str) -> None:
-    """Raise UsageError unless a package of Python code can be imported, as a training does in its own process."""
+    """Raise UsageError unless importable."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -91,7 +91,6 @@ def require_module(name: str) -> None:
 
 
 def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stack:
-    """The packages: their versions here, and whether they load in a child process."""
     found, failures = load_packages([sys.executable, "-m", "ringtrain.doctor.inside"], LOAD_SECONDS)
     versions: dict[str, str] = {}
     for name in STEPS:
@@ -113,8 +112,8 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
 
 
 def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Load packages in a child process (``inside.py``), and report why others could not be loaded."""
-    reader, writer = os.pipe()  # by its end the child knows that this process is gone
+    """Return what was found, and reasons of failures."""
+    reader, writer = os.pipe()  # closed when this process exits
     child = subprocess.Popen(
         command, stdin=reader, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     )
@@ -135,10 +134,7 @@ def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dic
 
 
 def read_answer(answer: str, ending: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """The lines of the child process, whose last may be missing, as what was found and what failed.
-
-    ``ending`` says why it ended early, if it did.
-    """
+    """Parse the child's lines, the last perhaps missing. ``ending``: reason of an early end."""
     found: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     begun: str | None = None
@@ -158,7 +154,6 @@ def read_answer(answer: str, ending: str) -> tuple[dict[str, dict[str, Any]], di
 
 
 def look_at_hardware(environ: Mapping[str, str]) -> Hardware:
-    """The node's cores, memory, shared memory and GPUs."""
     machine = read_machine(environ)
     memory = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     gpus, gpu_failure = look_at_gpus()
@@ -175,7 +170,7 @@ def look_at_hardware(environ: Mapping[str, str]) -> Hardware:
 
 
 def look_at_gpus() -> tuple[tuple[Gpu, ...] | None, str | None]:
-    """The GPUs that the driver lists, and why it could not be asked; None twice if there is no driver."""
+    """Return GPUs and failure; (None, None) without a driver."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return None, None
     status, output = ask(NVIDIA_SMI, seconds=COMMAND_SECONDS)
@@ -183,13 +178,11 @@ def look_at_gpus() -> tuple[tuple[Gpu, ...] | None, str | None]:
 
 
 def parse_gpus(listing: str) -> tuple[Gpu, ...]:
-    """The lines of ``nvidia-smi``."""
     rows = [[cell.strip() for cell in row] for row in csv.reader(listing.splitlines())]
     return tuple(Gpu(uuid=row[0], name=row[1], driver=row[2], mig=row[3] == "Enabled") for row in rows if len(row) == 4)
 
 
 def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
-    """The launchers in ``PATH``."""
     mpirun, srun = shutil.which("mpirun"), shutil.which("srun")
     status, words = ask([mpirun, "--version"], seconds=COMMAND_SECONDS) if mpirun else (0, "")
     version = describe_mpi(words)
@@ -207,7 +200,7 @@ def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
 
 
 def _horovod_built_for() -> str | None:
-    """The version of TensorFlow that Horovod's build wrote down."""
+    """Read Horovod's build metadata."""
     spec = importlib.util.find_spec("horovod")
     for directory in (spec and spec.submodule_search_locations) or ():
         with contextlib.suppress(OSError, ValueError):

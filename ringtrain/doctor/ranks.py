@@ -1,4 +1,4 @@
-"""From the facts of all ranks to the findings of one table: pure functions."""
+"""Findings from the facts of all ranks: pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringtrain.messages.ranks import name_ranks
 
 
 def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Finding]:
-    """Rank 0's findings, problems of other ranks, differences between ranks, and the result of the all-reduce."""
+    """Combine rank 0's findings, others' problems, differences and the all-reduce."""
     return [
         *judge(ranks[0]),
         *judge_others(ranks),
@@ -23,7 +23,7 @@ def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Fi
 
 
 def judge_others(ranks: Sequence[Facts]) -> list[Finding]:
-    """Findings of other ranks that rank 0 does not have, each once, with its ranks."""
+    """Other ranks' problems, each once."""
     known = set(judge(ranks[0]))
     where: dict[Finding, list[Facts]] = {}
     for facts in ranks[1:]:
@@ -34,7 +34,6 @@ def judge_others(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_versions(ranks: Sequence[Facts]) -> Finding:
-    """Compare the packages of all ranks with those of rank 0."""
     first = versions_of(ranks[0])
     differences: dict[tuple[str, str], list[Facts]] = {}
     for facts in ranks[1:]:
@@ -48,14 +47,13 @@ def judge_versions(ranks: Sequence[Facts]) -> Finding:
         f"{name_ranks_of(facts, ranks)}: {version} (rank 0: {first[name]})"
         for (name, version), facts in differences.items()
     )
-    # Ranks whose programs compute differently train apart unseen.
+    # Silent divergence.
     is_broken = bool({"TensorFlow", "Keras", "Horovod"} & {name for name, _ in differences})
     remedy = "use one environment for all nodes, by a shared path"
     return Finding("broken" if is_broken else "warning", text, remedy, subject="versions")
 
 
 def versions_of(facts: Facts) -> dict[str, str]:
-    """Names and versions that must be equal on all ranks."""
     versions = facts.stack.versions
     numbers = {
         "Python": facts.stack.python,
@@ -70,7 +68,7 @@ def versions_of(facts: Facts) -> dict[str, str]:
 
 
 def plan_rows(ranks: Sequence[Facts]) -> list[Finding]:
-    """The devices of the ranks, one row per node."""
+    """Devices, one row per node."""
     plans: dict[str, list[str]] = {}
     for facts in ranks:
         plans.setdefault(facts.world.node, []).append(f"rank {facts.world.rank}: {facts.device or 'no device'}")
@@ -78,7 +76,7 @@ def plan_rows(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
-    """Ranks that have the same GPU: each may see that one alone, and take it for its own."""
+    """Find ranks that share a GPU, which each may see as its own."""
     owners: dict[tuple[str, str], list[Facts]] = {}
     for facts in ranks:
         if facts.gpu:
@@ -92,7 +90,6 @@ def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_all_reduce(result: AllReduce, size: int) -> Finding:
-    """All-reduces: their sums, times and bandwidth."""
     bus = bus_bandwidth(result.payload_bytes, result.seconds, size)
     text = (
         f"{result.payload_bytes // MIB} MiB among {size} ranks by {result.description} in "
@@ -106,5 +103,4 @@ def judge_all_reduce(result: AllReduce, size: int) -> Finding:
 
 
 def name_ranks_of(facts: Sequence[Facts], ranks: Sequence[Facts]) -> str:
-    """Some ranks of the run in words, with their hosts."""
     return name_ranks([one.world.rank for one in facts], [one.world.node for one in ranks])

@@ -1,4 +1,4 @@
-"""The table of findings as text, 80 columns wide."""
+"""Table of findings, 80 columns wide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ COLOURS = {"ok": "32", "warning": "33", "broken": "1;31"}  # ECMA-48, "select gr
 
 
 def format_table(title: str, findings: Sequence[Finding], *, colour: bool) -> str:
-    """The whole answer: a title, a row for each finding with its remedy below it, and what it comes to."""
     subjects = max(len(finding.subject) for finding in findings)
     lines = [*_wrap(title, ""), ""]
     for finding in findings:
@@ -29,7 +28,6 @@ def format_table(title: str, findings: Sequence[Finding], *, colour: bool) -> st
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    """The last line."""
     broken = [finding.subject for finding in findings if finding.status == "broken"]
     warnings = sum(finding.status == "warning" for finding in findings)
     if broken:
@@ -39,12 +37,12 @@ def conclusion(findings: Sequence[Finding]) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 only where training would work."""
+    """0 if training would work."""
     return 2 if any(finding.status == "broken" for finding in findings) else 0
 
 
 def _wrap(text: str, head: str) -> list[str]:
-    """Lines that begin below the end of ``head``. A word longer than a line, such as a path, stays whole."""
+    """Indent after ``head``. Long words, such as paths, are not split."""
     lines = textwrap.wrap(
         text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
         break_on_hyphens=False,

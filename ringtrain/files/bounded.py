@@ -1,6 +1,6 @@
-"""Files and directories that anybody may have made: regular files only, read up to a limit of size and depth.
+"""Safe reading of untrusted files: regular files only, limited in size and depth.
 
-Pipes and devices are never waited for, and links are not followed unless the user named the path.
+Links are not followed unless the user named the path.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PLAIN = (str, int, float, type(None))  # a bool is an int
+PLAIN = (str, int, float, type(None))  # including bool
 MAX_DEPTH = 32
 MAX_RECORD_BYTES = 4096
 
 
 def open_descriptor(path: Path, flags: int, *, follows_links: bool = False) -> int:
-    """Open a regular file by these flags of ``os.open``.
-
-    A pipe, which could be waited for without end, a device, a directory and a link are OSErrors.
-    """
+    """Open a regular file with flags of ``os.open``; others raise OSError without blocking."""
     with _explaining_links(path):
         flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
         descriptor = os.open(path, flags, 0o666)
@@ -38,13 +35,12 @@ def open_descriptor(path: Path, flags: int, *, follows_links: bool = False) -> i
 
 
 def open_regular(path: Path, *, follows_links: bool = False) -> io.BufferedReader:
-    """Open a regular file to read it; see ``open_descriptor``."""
     return open(open_descriptor(path, os.O_RDONLY, follows_links=follows_links), "rb")
 
 
 @contextlib.contextmanager
 def open_directory(path: Path) -> Iterator[int]:
-    """The descriptor of a directory, for the ``dir_fd`` of functions of ``os``. A link to one is an OSError."""
+    """Yield a descriptor for ``dir_fd``. Links raise OSError."""
     with _explaining_links(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -54,7 +50,7 @@ def open_directory(path: Path) -> Iterator[int]:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory unless there is one. A link to one, or a missing directory above it, is an OSError."""
+    """Links, and a missing parent, raise OSError."""
     with _explaining_links(path):
         path.mkdir(exist_ok=True)
     with open_directory(path):
@@ -72,20 +68,20 @@ def _explaining_links(path: Path) -> Iterator[None]:
 
 
 def read_bounded(path: Path, max_bytes: int, *, follows_links: bool = False) -> bytes:
-    """A file's bytes; an OSError if it is missing, larger than ``max_bytes``, or not opened by ``open_descriptor``."""
+    """Raises OSError as ``open_descriptor``, or if the file is larger."""
     with open_regular(path, follows_links=follows_links) as file:
         require_at_most(file, max_bytes, path)
         return file.read(max_bytes)
 
 
 def require_at_most(file: io.BufferedReader, max_bytes: int, path: Path) -> None:
-    """Raise OSError if an open file is larger, such as a sparse one, of which a read would not end."""
+    """Raise OSError if larger, for example a sparse file."""
     if os.fstat(file.fileno()).st_size > max_bytes:
         raise OSError(errno.EFBIG, f"{path.name!r} has more than {max_bytes:,} bytes", str(path))
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON; raise ValueError for invalid or excessive content (see ``require_plain``)."""
+    """Raises ValueError, also for excessive content."""
     try:
         value = json.loads(data)
     except RecursionError:
@@ -95,7 +91,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_small(path: Path) -> dict[str, Any]:
-    """The object of a small JSON file; empty if there is none."""
+    """Return a small JSON object; empty if missing or invalid."""
     try:
         value = parse_json(read_bounded(path, MAX_RECORD_BYTES))
     except (OSError, ValueError):
@@ -104,7 +100,7 @@ def read_small(path: Path) -> dict[str, Any]:
 
 
 def require_plain(value: Any, *, max_values: int = 10_000_000) -> None:
-    """See that a value is of plain types, such as JSON has, and small once all that it refers to is written out."""
+    """Raise ValueError unless a value has plain types, and is small with all references expanded."""
     count, level = 0, [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

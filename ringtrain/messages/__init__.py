@@ -1,1 +1,1 @@
-"""Text for users: foreign text made safe to print, errors and ranks in words."""
+"""Messages for users."""

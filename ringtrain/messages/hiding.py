@@ -1,6 +1,6 @@
-"""A user's file that hides another module, such as a ``random.py`` in the working directory.
+"""User files that shadow modules, such as ``random.py`` in the working directory.
 
-This file imports few modules, since any of them may be hidden.
+Imports little, since any module may be shadowed.
 """
 
 import contextlib
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 RENAME = ": rename it"
 STANDARD = os.path.dirname(os.__file__)
-OWN = ("ringtrain", "launch", "benchmarks", "tests")  # of a checkout, in which packages may have such names, too
+OWN = ("ringtrain", "launch", "benchmarks", "tests")  # checkout directories, also names of packages
 
 
 def describe_hiding(error: BaseException) -> str:
-    """Name the file that hides a module and so made an import fail; empty if there is none."""
+    """Name the shadowing file; empty if none."""
     path = list(map(os.path.abspath, sys.path))
     for file in _list_files(error):
         folder, name = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))
@@ -25,7 +25,7 @@ def describe_hiding(error: BaseException) -> str:
         if module in sys.stdlib_module_names:
             return f"{os.path.join(folder, name)} hides Python's own module {module!r}{RENAME}"
         if folder != path[0]:
-            continue  # other than in the directory of the script, a newer version may be meant to hide it
+            continue  # elsewhere a newer version may shadow it on purpose
         found = importlib.machinery.PathFinder.find_spec(module, [each for each in path if each != folder])
         if found is not None and found.origin:
             return f"{os.path.join(folder, name)} hides the installed package {module!r}{RENAME}"
@@ -33,14 +33,14 @@ def describe_hiding(error: BaseException) -> str:
 
 
 def _list_files(error: BaseException | None) -> Iterator[str]:
-    """Yield the files of modules in the traceback, the innermost first, and of modules that the message names."""
+    """Yield files of the traceback, innermost first, then of modules named in the message."""
     message = str(error)
     while error is not None:
         if isinstance(error, SyntaxError):
             yield error.filename or ""
         frames, trace = [], error.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_globals.get("__name__") != "__main__":  # a script hides no module
+            if trace.tb_frame.f_globals.get("__name__") != "__main__":  # scripts shadow nothing
                 frames.append(trace.tb_frame.f_code.co_filename)
             trace = trace.tb_next
         yield from reversed(frames)
@@ -52,7 +52,7 @@ def _list_files(error: BaseException | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def refusing_hidden() -> Iterator[None]:
-    """End the program with one line if an import fails because a file hides a module."""
+    """Exit with one line if an import fails because of shadowing."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Ranks in words, and what most of them hold."""
+"""Descriptions of ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ MAX_PLACES = 4
 
 
 def group_ranks(values: Sequence[Value], ranks: Sequence[int] | None = None) -> dict[Value, list[int]]:
-    """The ranks that hold each value; the one that most hold comes first, of equally many the first rank's.
-
-    ``ranks`` are those whose values these are, if they are not all ranks in their order.
-    """
+    """Group ranks by value; largest group first, then lowest rank. ``ranks``: default all, in order."""
     groups: dict[Value, list[int]] = {}
     for rank, value in zip(ranks or range(len(values)), values, strict=True):
         groups.setdefault(value, []).append(rank)
@@ -23,11 +20,11 @@ def group_ranks(values: Sequence[Value], ranks: Sequence[int] | None = None) -> 
 
 
 def name_ranks(ranks: Sequence[int], nodes: Sequence[str] | Mapping[int, str] | None = None) -> str:
-    """Ranks in words, such as ``rank 1 on node7`` or ``ranks 0-5, 9``.
+    """Return for example ``rank 1 on node7`` or ``ranks 0-5, 9``.
 
     Args:
-        ranks: in ascending order.
-        nodes: the host of each rank of the run; None: the hosts are not named.
+        ranks: ascending.
+        nodes: host of each rank; None: omit hosts.
     """
     if nodes is None:
         return f"{_noun(ranks)} {_as_runs(ranks)}"
@@ -45,7 +42,7 @@ def _noun(ranks: Sequence[int]) -> str:
 
 
 def _as_runs(ranks: Sequence[int]) -> str:
-    """Numbers with runs of three or more as ranges: ``0-5, 9, 10``."""
+    """Use ranges for three or more: ``0-5, 9, 10``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

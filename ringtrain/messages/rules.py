@@ -1,4 +1,4 @@
-"""Rules that a setting's value may break: then a UsageError names the setting, its value and the rule."""
+"""Checks of settings; a UsageError names setting, value and rule."""
 
 from __future__ import annotations
 
@@ -12,30 +12,27 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ringtrain.errors import UsageError
 from ringtrain.messages.escaping import escape
 
-MAX_FLOAT = 3e38  # a float32 is no larger
+MAX_FLOAT = 3e38  # float32's largest
 LONGEST_VALUE = 80
 
 
 def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """A question that names what comes nearest to a wrong name, with a space after it; empty if nothing does."""
+    """Ends with a space; empty if no name is close."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"Did you mean {prefix + near[0]!r}? " if near else ""
 
 
 def one_of(name: str, value: str, values: Mapping[str, Any] | tuple[str, ...]) -> None:
-    """See that a value is one of these."""
     if value not in values:
         raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(values)}.")
 
 
 def at_least(name: str, value: float, least: int, most: float = MAX_FLOAT) -> None:
-    """See that a number is finite, and within these limits."""
     _require(name, value, value >= least, f"at least {least}")
     at_most(name, value, most)
 
 
 def above(name: str, value: float, bound: int, most: float = MAX_FLOAT) -> None:
-    """See that a number is finite, greater than the bound, and at most as large as the other."""
     _require(name, value, value > bound, f"greater than {bound}")
     at_most(name, value, most)
 
@@ -47,34 +44,32 @@ def _require(name: str, value: float, holds: bool, rule: str) -> None:
 
 
 def at_most(name: str, value: float, most: float) -> None:
-    """See that a number is not above this one."""
     if value > most:
         limit = f"{most:,}" if isinstance(most, int) else f"{most:g}"
         raise UsageError(f"{name} is {shorten(value)}; it must be at most {limit}.")
 
 
 def printable(name: str, path: Path | str | None) -> None:
-    """See that TensorFlow, settings and code can hold a path, and that a shown command with it can be copied."""
+    """Check that TensorFlow, settings, code and a shown command can hold a path."""
     if escape(str(path)) != str(path) or "\t" in str(path):
         rule = "which is not UTF-8 text without control characters"
         raise UsageError(f"{name} is {str(path)!r}, {rule}. Give another path.")
 
 
 def shorten(value: Any) -> str:
-    """A value for a message, of which a page of digits says no more than the first."""
     text = str(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text)} characters)"
 
 
 def range_of_steps(name: str, value: str) -> None:
-    """See that a text is two steps, such as ``100:110``."""
+    """Check for START:STOP."""
     found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", str(value), re.ASCII)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise UsageError(f"{name} is {value!r}; it must be START:STOP, two steps from 1 on, such as 100:110.")
 
 
 def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """A workload's own settings: what the user wrote, over what the workload declares."""
+    """Merge the user's options into a workload's defaults."""
     merged = dict(declared)
     for name, value in explicit.items():
         if name not in declared:
@@ -87,7 +82,7 @@ def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> d
 
 
 def as_declared(name: str, value: Any, default: Any) -> Any:
-    """A value in the type of the default; any value where the default is None."""
+    """Check the type of the default; None allows any."""
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if default is not None and type(value) is not type(default):
@@ -98,10 +93,10 @@ def as_declared(name: str, value: Any, default: Any) -> Any:
 
 
 def check_types(settings: Any, prefix: str = "") -> None:
-    """See that values of a dataclass that no parser has read, such as a workload's, are of their fields' types."""
+    """Check types that no parser has checked, such as a workload's defaults."""
     for name, hint in get_type_hints(type(settings)).items():
         value, (kind, may_be_none) = getattr(settings, name), kind_of(hint)
-        if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy's
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):  # NumPy scalar
             value = value.item()
             object.__setattr__(settings, name, value)
         if value is None and may_be_none:
@@ -114,17 +109,16 @@ def check_types(settings: Any, prefix: str = "") -> None:
 
 
 def rule_of(hint: Any) -> str:
-    """Describe the values of a field of this type."""
     if choices := [option for option in get_args(hint) if isinstance(option, str)]:
         return f"one of {', '.join(choices)}"
     words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
-    words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, a number to the base 60
+    words[str] = "a text (in a YAML file put it in quotes)"  # YAML reads 20:25 as 1225, base 60
     words[Mapping] = "a mapping; write --options.NAME VALUE"
     return words.get(kind_of(hint)[0], "a mapping")
 
 
 def kind_of(hint: Any) -> tuple[type, bool]:
-    """The type of a field's values, and whether None is one of them."""
+    """Return a field's type, and if it may be None."""
     if get_origin(hint) is dict:
         return Mapping, False
     options = get_args(hint)

@@ -1,6 +1,6 @@
-"""``ringtrain report``: what happened in one run or several, as one HTML file that needs no network.
+"""``ringtrain report``: runs as one offline HTML file.
 
-It reads what a run directory holds, starts no TensorFlow, and runs nothing that it reads.
+Reads run directories without TensorFlow, and never executes their contents.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from ringtrain.report.reading import read_run
 
 
 def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], None] = lambda: None) -> None:
-    """Write the report of runs to a file, which is there whole or not at all.
+    """Write a report atomically.
 
-    ``may_write`` is called just before the file becomes visible, and raises where another process has taken over. What
-    cannot be read is a UsageError, what cannot be written an OSError.
+    ``may_write`` is called just before the rename. Raises UsageError for reading, OSError for writing.
     """
     try:
         page = make_page([read_run(run) for run in runs])

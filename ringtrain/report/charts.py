@@ -1,4 +1,4 @@
-"""The charts of a report."""
+"""Charts of a report."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, Numbers, elapsed_times
 from ringtrain.report.timing import STEP_PARTS
 
-DECADES_FOR_LOG = 2.0  # a loss that spans more is drawn on a logarithmic axis
-MAX_MARKS = 200  # of a run; the charts have no room for more
+DECADES_FOR_LOG = 2.0  # larger spans use a logarithmic axis
+MAX_MARKS = 200  # per run, to fit
 KIND_NAMES = {"train": "training", "eval": "evaluation"}
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart."""
-
     title: str
-    unit: str = ""  # of its values
-    scale: str = "linear"  # or "log", or "zero" for a linear axis that begins at 0
-    curves: dict[str, str] = field(default_factory=dict)  # their names, each with what the legend calls it
+    unit: str = ""
+    scale: str = "linear"  # "log", or "zero" (from 0)
+    curves: dict[str, str] = field(default_factory=dict)  # names with legend texts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at a step: a ``restart``, a ``warning``, an ``end`` or a ``failure``."""
+    """An event at a step: ``restart``, ``warning``, ``end`` or ``failure``."""
 
     kind: str
     step: float
@@ -38,7 +36,7 @@ class Mark:
     text: str
 
 
-# The charts of the numbers that the loop logs itself.
+# For numbers logged by the loop.
 LOSSES = {"loss": Chart("Loss"), "data_loss": Chart("Loss on the data, without regularisation")}
 OTHERS = {
     "lr": Chart("Learning rate", scale="zero"),
@@ -50,7 +48,7 @@ TIMES = {"sec_per_step": "whole step", **STEP_PARTS}
 
 
 def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
-    """The charts of runs, each given as its curves by name: losses, metrics, then how it was trained."""
+    """Plan charts of losses, metrics, then training."""
     names = dict.fromkeys(name.partition("/")[2] for curves in runs for name in curves)
     if all(_is_same(curves) for curves in runs):
         names.pop("data_loss", None)
@@ -67,7 +65,7 @@ def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
 
 
 def find_marks(run: RunRecord) -> tuple[list[Mark], int]:
-    """Events of a run besides its progress, and the number of those left out."""
+    """Return events other than progress, and the number omitted."""
     times = elapsed_times(run.events)
     marks, step = [], 0
     for place, event in enumerate(run.events):
@@ -82,7 +80,6 @@ def find_marks(run: RunRecord) -> tuple[list[Mark], int]:
 
 
 def describe_end(event: dict[str, Any]) -> str:
-    """An ``end`` event in words."""
     code = event.get("exit_code")
     status = str(event.get("status", "ended"))
     text = STATUS_WORDS.get(status, status) + (f", exit code {code}" if code else "")
@@ -101,7 +98,6 @@ def _mark_of(event: dict[str, Any], *, is_rank0: bool) -> Iterator[tuple[str, st
 
 
 def _in_words(name: str) -> str:
-    """A metric's name as a title."""
     words = name.replace("_", " ")
     return words[:1].upper() + words[1:]
 
@@ -112,7 +108,7 @@ def _kinds_of(name: str, runs: Sequence[dict[str, Curve]]) -> dict[str, str]:
 
 
 def _is_same(curves: dict[str, Curve]) -> bool:
-    """True if the loss on the data is the loss: the model has no regularisation."""
+    """True if data loss equals loss (no regularisation)."""
     return all(
         f"{kind}/data_loss" not in curves
         or (f"{kind}/loss" in curves and _are_equal(curves[f"{kind}/loss"].means, curves[f"{kind}/data_loss"].means))

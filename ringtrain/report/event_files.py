@@ -1,7 +1,6 @@
-"""TensorBoard's event files, read without TensorFlow; of those with images, without reading the rest.
+"""TensorBoard event files, read without TensorFlow; for images, only their records.
 
-An event file is a row of records: length (uint64), its checksum (4 bytes), the bytes, their checksum (4 bytes). What
-follows a record that cannot be one is passed over.
+A record: length (uint64), checksum (4 bytes), data, checksum (4 bytes). Reading stops at an invalid record.
 """
 
 from __future__ import annotations
@@ -18,28 +17,26 @@ from typing import Any
 from ringtrain.files.bounded import open_regular
 
 PNG = b"\x89PNG\r\n\x1a\n"
-HEAD_BYTES = 1024  # of a record: an image begins within them, after its name and size
-FRAME_BYTES = 16  # of a record besides its own
+HEAD_BYTES = 1024  # an image begins within them
+FRAME_BYTES = 16  # overhead per record
 MAX_RECORD_BYTES = 64 * 2**20
-MAX_RECORDS = 5_000_000  # of a file
-MAX_FILE_BYTES = 16 * 2**30  # that are read
+MAX_RECORDS = 5_000_000  # per file
+MAX_FILE_BYTES = 16 * 2**30
 MAX_SHOWN_STEPS = 8
-MAX_SHOWN_BYTES = 3 * 2**20  # of all images of a report's run
-MAX_IMAGES = 8  # of one name and step
+MAX_SHOWN_BYTES = 3 * 2**20  # of all images of a run
+MAX_IMAGES = 8  # per name and step
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSet:
-    """The images of one name."""
-
-    steps: list[int]  # shown, in order
-    images: list[list[str]]  # for each step its images, as ``data:`` addresses
-    num_steps: int  # that there are images of
+    steps: list[int]
+    images: list[list[str]]  # per step, as ``data:`` URLs
+    num_steps: int  # with images
 
 
 @dataclass(frozen=True)
 class Place:
-    """A record that holds images: its file, its offset, and its step."""
+    """A record with images."""
 
     path: Path
     offset: int
@@ -48,16 +45,16 @@ class Place:
 
 
 def list_event_files(directory: Path) -> list[Path]:
-    """The event files in a directory, except those that a killed process left incomplete."""
+    """Incomplete files of killed processes are excluded."""
     return sorted(path for path in directory.glob("*tfevents*") if not path.name.startswith("."))
 
 
 def read_images(paths: Sequence[Path]) -> dict[str, ImageSet]:
-    """The images of event files by name, the first and the last step's among them if there are many."""
+    """Return images by name, thinned to some steps."""
     places: dict[str, dict[int, Place]] = {}
     for path in paths:
         for name, place in _find_images(path):
-            places.setdefault(name, {})[place.step] = place  # of a step that was written twice, the later
+            places.setdefault(name, {})[place.step] = place  # the latest for each step
     return {name: shown for name, at in places.items() if (shown := _read_some(name, at, len(places)))}
 
 
@@ -73,7 +70,7 @@ def _read_some(name: str, places: Mapping[int, Place], num_names: int) -> ImageS
 
 
 def choose_evenly(values: Sequence[int], number: int) -> list[int]:
-    """At most ``number`` of the values, as evenly as can be: the last one, and from two on the first one."""
+    """Return at most ``number`` values, with the last, and the first if two or more."""
     if number <= 1 or len(values) <= 1:
         return list(values[-1:]) if number else []
     count = min(number, len(values))
@@ -81,7 +78,6 @@ def choose_evenly(values: Sequence[int], number: int) -> list[int]:
 
 
 def _find_images(path: Path) -> Iterator[tuple[str, Place]]:
-    """The records of a file that hold images, up to its end, also if it is cut off."""
     for content, begin, num_bytes in iterate_records(path):
         if num_bytes > len(PNG) and content.find(PNG, begin, begin + min(num_bytes, HEAD_BYTES)) >= 0:
             event = parse_event(content[begin : begin + num_bytes])
@@ -92,7 +88,7 @@ def _find_images(path: Path) -> Iterator[tuple[str, Place]]:
 
 
 def iterate_records(path: Path) -> Iterator[tuple[mmap.mmap, int, int]]:
-    """The content of an event file with the offset and the length of each record, up to one that cannot be one."""
+    """Yield content, offset and length of records, up to an invalid one."""
     with open_regular(path) as file:
         if not os.fstat(file.fileno()).st_size:
             return
@@ -120,9 +116,9 @@ def _read_pngs(place: Place, name: str) -> list[str]:
 
 
 def parse_event(record: bytes) -> Any:
-    """A record as TensorBoard's ``Event``; None if it is none."""
+    """None if invalid."""
     from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event  # a copy of its own, without TensorFlow
+    from tensorboard.compat.proto.event_pb2 import Event  # its own copy, without TensorFlow
 
     try:
         return Event.FromString(record)

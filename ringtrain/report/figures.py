@@ -1,4 +1,4 @@
-"""Charts as figures for plotly.js, which draws them: plain dicts of traces and a layout."""
+"""Figures for plotly.js: dicts of traces and layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from ringtrain.report.charts import Chart, Mark
 from ringtrain.report.series import Curve, Numbers
 
-# Each has a contrast of 3 and more with the page's white and with its dark grey.
+# Contrast of at least 3 on white and on dark grey.
 RUN_COLOURS = ("#1f83c9", "#d4611a", "#12906a", "#c75f9f", "#a07c10", "#7a70e0")
 PART_COLOURS = {
     "sec_per_step": "#6d7a8b",
@@ -30,24 +30,22 @@ PART_COLOURS = {
 }
 DASHES = ("solid", "dash", "dot", "dashdot")
 BAND_OPACITY = "38"  # of ff
-MARKS = {  # glyph, meaning, colour if there is one run, dash
+MARKS = {  # glyph, meaning, colour for a single run, dash
     "restart": ("\N{BLACK DOWN-POINTING TRIANGLE}", "started again", "#6d7a8b", "dash"),
     "warning": ("\N{BLACK UP-POINTING TRIANGLE}", "warning", "#b37400", "dot"),
     "end": ("\N{BLACK SQUARE}", "end", "#6d7a8b", "solid"),
     "failure": ("\N{BLACK DIAMOND}", "end by an error", "#d9453b", "solid"),
 }
 GLYPH_WIDTH, LEGEND_ROW, TITLE_STANDOFF = 12, 20, 6  # pixels
-MAX_LEGEND_ROWS = 6  # more are reached by scrolling
-MAX_DOTS = 60  # of a curve; more would hide it
-MAX_NAME = 40  # characters of a name in a legend
+MAX_LEGEND_ROWS = 6  # then scrolling
+MAX_DOTS = 60  # per curve, for legibility
+MAX_NAME = 40  # characters in a legend
 LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"}
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """The data of a run for the charts."""
-
     name: str
     curves: dict[str, Curve]
     marks: list[Mark]
@@ -55,9 +53,9 @@ class DrawnRun:
 
 
 def make_figures(charts: Sequence[Chart], runs: Sequence[DrawnRun], *, along_time: bool) -> list[dict[str, Any]]:
-    """A figure for each chart, along the steps or along the time since each run's start.
+    """One figure per chart, by step or running time.
 
-    The parts of a figure have a ``run``, its place among the runs, besides what plotly.js knows.
+    Traces and shapes have an extra field ``run``, their index.
     """
     shown = [run.curves[key] for run in runs for chart in charts for key in chart.curves if key in run.curves]
     if not shown:
@@ -72,13 +70,13 @@ def make_figures(charts: Sequence[Chart], runs: Sequence[DrawnRun], *, along_tim
         axis |= {"unifiedhovertitle": {"text": f"%{{x}} {unit}"}, "hoverformat": ",.4~r"}
     every = [curve.steps for run in runs for curve in run.curves.values()]
     marked = [mark.step for run in runs for mark in run.marks]
-    low, high = min([0.0, *map(np.nanmin, every)]), max([*map(np.nanmax, every), *marked])  # NaN: a pause of a run
+    low, high = min([0.0, *map(np.nanmin, every)]), max([*map(np.nanmax, every), *marked])  # NaN: pauses
     axis["range"] = [float(low), float(high if high > low else low + 1)]
     marks = list(_marks(runs))
     figures = []
     for chart in charts:
         traces = [trace for place in range(len(runs)) for trace in _traces(chart, runs, place)]
-        has_legend = len(runs) == 1 or len(chart.curves) > 1  # else the page's own list of runs says it
+        has_legend = len(runs) == 1 or len(chart.curves) > 1  # else the page's list of runs suffices
         num_names = sum(trace["showlegend"] for trace in traces) if has_legend else 0
         figures.append({"data": traces, "layout": _layout(chart, axis, marks, num_names=num_names)})
     return figures
@@ -90,11 +88,11 @@ def _layout(
     values = {
         "type": "log" if chart.scale == "log" else "linear",
         "rangemode": "tozero" if chart.scale == "zero" else "normal",
-        "fixedrange": True,  # a drag enlarges along the axis that all charts share
+        "fixedrange": True,  # zoom along the shared axis only
         "hoverformat": ",.4~r" if chart.unit == "examples/s" else ".4~g",
         "exponentformat": "SI" if chart.unit == "examples/s" else "none" if chart.scale == "log" else "power",
     }
-    rows = 1 if num_names <= 2 else min(num_names, MAX_LEGEND_ROWS)  # as on a phone or on paper
+    rows = 1 if num_names <= 2 else min(num_names, MAX_LEGEND_ROWS)  # narrow screens and paper
     legend_height = num_names and LEGEND_ROW * rows + 12
     return {
         "height": 270 + legend_height,
@@ -113,7 +111,7 @@ def _layout(
 
 
 def _along_time(run: DrawnRun, size: int) -> DrawnRun:
-    """The run with the time since its start, in units of so many seconds, in the place of its steps."""
+    """Replace steps by time in units of ``size`` seconds."""
     marks = [replace(mark, step=mark.elapsed / size) for mark in run.marks if mark.elapsed is not None]
     starts = [mark.step for mark in marks if mark.kind == "restart"]
     curves = {}
@@ -121,7 +119,7 @@ def _along_time(run: DrawnRun, size: int) -> DrawnRun:
         assert curve.elapsed is not None
         assert curve.elapsed_crosses is not None
         at = curve.elapsed / size
-        pauses = np.searchsorted(at, starts)  # nothing ran before these points
+        pauses = np.searchsorted(at, starts)  # gaps in the curve
         steps, means, lows, highs = (
             np.insert(values, pauses, np.nan) for values in (at, curve.means, curve.lows, curve.highs)
         )
@@ -131,7 +129,7 @@ def _along_time(run: DrawnRun, size: int) -> DrawnRun:
 
 
 def _traces(chart: Chart, runs: Sequence[DrawnRun], place: int) -> Iterator[dict[str, Any]]:
-    """The curves of a run in a chart; behind each its band, and above it what was not finite."""
+    """Curves of a run with bands, and crosses for non-finite values."""
     run = runs[place]
     for number, key in enumerate(chart.curves):
         if key not in run.curves:
@@ -166,7 +164,7 @@ def _traces(chart: Chart, runs: Sequence[DrawnRun], place: int) -> Iterator[dict
 
 
 def _outline(x: Numbers, lows: Numbers, highs: Numbers) -> dict[str, Any]:
-    """The areas between the smallest and the largest values, one for each piece of the curve."""
+    """Areas between lows and highs, one per piece."""
     along: list[float] = []
     up: list[float] = []
     for piece in np.ma.clump_unmasked(np.ma.masked_invalid(lows)):
@@ -176,7 +174,7 @@ def _outline(x: Numbers, lows: Numbers, highs: Numbers) -> dict[str, Any]:
 
 
 def _marks(runs: Sequence[DrawnRun]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The line and the glyph of what happened; glyphs of one place are next to each other."""
+    """Lines and glyphs of marks; glyphs at the same step are side by side."""
     taken: Counter[float] = Counter()
     for place, run in enumerate(runs):
         for mark in run.marks:
@@ -195,10 +193,10 @@ def _marks(runs: Sequence[DrawnRun]) -> Iterator[tuple[dict[str, Any], dict[str,
 
 
 def _as_text(text: str) -> str:
-    """A text of others, in which plotly.js, too, sees no element."""
+    """Escape HTML for plotly.js."""
     return html.escape(text, quote=False)
 
 
 def _plain(values: Any) -> list[float | None]:
-    """JSON numbers of six digits, whole ones of all; None for what is not finite."""
+    """Six significant digits, all digits of integers; None if not finite."""
     return [float(value if value.is_integer() else f"{value:.6g}") if np.isfinite(value) else None for value in values]

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its own style and program, in which everything that was read from files is text."""
+"""The HTML page, with its style and program; data from files are escaped text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ TEMPLATE = Path(__file__).parent / "template"
 
 
 def make_page(runs: Sequence[RunRecord]) -> str:
-    """The report of one run, or of several compared, as HTML."""
     names = name_runs([run.path for run in runs])
     drawn = [DrawnRun(name, make_curves(run.events), *find_marks(run)) for name, run in zip(names, runs, strict=True)]
     curves = [run.curves for run in drawn]
@@ -65,13 +64,12 @@ def make_page(runs: Sequence[RunRecord]) -> str:
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Names of runs: those of their directories, or their paths if two are equal."""
+    """Directory names, or paths if ambiguous."""
     short = [path.resolve().name or str(path) for path in paths]
     return short if len(set(short)) == len(short) else [str(path) for path in paths]
 
 
 def describe_thinning(curves: Sequence[dict[str, Curve]]) -> list[str]:
-    """Describe the differences between the charts and the log."""
     every = [curve for of_run in curves for curve in of_run.values()]
     notes = []
     thinned = [curve for curve in every if curve.is_thinned]
@@ -88,7 +86,7 @@ def describe_thinning(curves: Sequence[dict[str, Curve]]) -> list[str]:
 
 
 def embed_json(value: Any) -> str:
-    """JSON for a script element: no character of it can end the element or begin a comment."""
+    """JSON that cannot end a script element or begin a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -110,7 +108,7 @@ def _template() -> Any:
 
 @functools.cache
 def _own_files() -> tuple[str, list[str]]:
-    """The page's style, and its programs: the only ones that a browser runs from it, by their digests."""
+    """Return style and programs; only those run, by their digests."""
     colours = {f"run-{place}": colour for place, colour in enumerate(RUN_COLOURS)}
     colours |= {f"part-{kind}": colour for kind, colour in PART_COLOURS.items()}
     style = (TEMPLATE / "page.css").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The ranks of a run's last start: device, cores and memory of each."""
+"""Ranks of a run's last start: devices, cores, memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ TITLES = {
 
 
 class RanksTable(NamedTuple):
-    """A table with a row for each rank."""
-
-    columns: list[str]  # behind the rank's number
-    rows: list[list[str]]  # of cells
-    num_left_out: int  # ranks
+    columns: list[str]  # after the rank's number
+    rows: list[list[str]]
+    num_left_out: int  # of ranks
 
 
 def list_ranks(run: RunRecord) -> RanksTable:
-    """The table of a run; without rows if its events do not describe the ranks."""
+    """Without rows if the events lack ranks."""
     starts = [attempt for attempt in attempts(run.events) if attempt[0]["event"] == "start"]
     first, last = (starts[-1][0], starts[-1][-1]) if starts else ({}, {})
     places, usages = _of_ranks(first), _of_ranks(last if last.get("event") == "end" else {})
@@ -40,7 +38,7 @@ def list_ranks(run: RunRecord) -> RanksTable:
 
 
 def list_stacks(run: RunRecord) -> list[tuple[str, str]]:
-    """The stacks of ranks at a hang by which the run ended: whose they are, and their text."""
+    """Return ranks and text of stacks, if the run ended in a hang."""
     last = run.events[-1]
     groups = last.get("stacks") if last["event"] == "end" else None
     found = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []

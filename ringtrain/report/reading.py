@@ -1,4 +1,4 @@
-"""Read a run directory: configuration, events, environment, images."""
+"""Contents of run directories."""
 
 from __future__ import annotations
 
@@ -27,22 +27,19 @@ from ringtrain.run.store import list_steps, step_name
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The contents of a run directory."""
-
-    path: Path  # as the user named it
+    path: Path  # as given
     settings: dict[str, Any] = field(default_factory=dict)  # flat, such as {"optimizer.lr": 0.01}
-    events: list[dict[str, Any]] = field(default_factory=list)  # in their order; those that need a step have one
-    num_unreadable: int = 0  # lines that are no event, except a last one that is cut off while it is written
-    facts: dict[str, Any] = field(default_factory=dict)  # what its newest checkpoint says of the program that wrote it
-    images: dict[str, ImageSet] = field(default_factory=dict)  # what its workload showed, by name
+    events: list[dict[str, Any]] = field(default_factory=list)  # in order
+    num_unreadable: int = 0  # invalid lines, except an incomplete last one
+    facts: dict[str, Any] = field(default_factory=dict)  # of its latest checkpoint
+    images: dict[str, ImageSet] = field(default_factory=dict)  # by name
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """The events of one kind."""
         return [event for event in self.events if event["event"] == kind]
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory, whose run may be under way; UsageError if it holds nothing that can be shown."""
+    """Raises UsageError without contents. The run may be active."""
     try:
         config = read_config(path)
         lines = read_lines(path / METRICS_FILE) if config is not None else ()
@@ -71,25 +68,24 @@ def read_run(path: Path) -> RunRecord:
 
 
 def choose_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that apply to a run."""
     is_fit = str(config.get("workload")).startswith(FIT_OF)
     return {name: value for name, value in config.items() if not is_fit or name in FIT_SETTINGS}
 
 
 def parse_events(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """The events of a metrics.jsonl, and how many whole lines are none."""
+    """Return events and the number of invalid lines."""
     events, num_unreadable = [], 0
     for line in lines:
         event = parse_event(line)
         if event is not None:
             events.append(event)
-        elif line.strip() and (line.endswith(b"\n") or len(line) == MAX_LINE_BYTES):  # else it is being written
+        elif line.strip() and (line.endswith(b"\n") or len(line) == MAX_LINE_BYTES):  # else incomplete
             num_unreadable += 1
     return events, num_unreadable
 
 
 def read_newest_facts(checkpoints: Path) -> dict[str, Any]:
-    """Facts about the program from the latest readable checkpoint."""
+    """Use the latest readable checkpoint."""
     steps: Sequence[int] = ()
     with contextlib.suppress(OSError):
         steps = list_steps(checkpoints)

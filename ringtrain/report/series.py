@@ -1,4 +1,4 @@
-"""The curves of a run: its logged numbers by name, thinned to what a chart can show."""
+"""Curves of a run, thinned for charts."""
 
 from __future__ import annotations
 
@@ -14,38 +14,36 @@ from ringtrain.report.event_files import choose_evenly
 
 Numbers = npt.NDArray[np.float64]
 
-MAX_POINTS = 800  # of a curve; a chart is at most about as many pixels wide
-MAX_CROSSES = 50  # of a curve, that show where values were not finite
+MAX_POINTS = 800  # per curve, about a chart's pixels
+MAX_CROSSES = 50  # non-finite values shown per curve
 NOT_CURVES = {"event", "step", "epoch", "samples_seen", "samples", "time", "seconds"}
-NOT_FINITE = {"nan", "inf", "-inf"}  # as a run directory writes what JSON has no numbers for
+NOT_FINITE = {"nan", "inf", "-inf"}  # JSON lacks these numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One number over the steps of a run; [n] each, with NaN for what is not finite.
+    """A logged number over steps; arrays [n], NaN if not finite.
 
-    A point stands for the steps from the one after the point before it up to its own: their mean, smallest and largest
-    value. Of a curve that was not thinned each point is one value.
+    A point covers the steps after the previous point: mean, smallest and largest value.
     """
 
-    steps: Numbers  # the last of each point
-    elapsed: Numbers | None  # seconds that the run had taken at each point; None if the events have no times
+    steps: Numbers  # last step of each point
+    elapsed: Numbers | None  # running time in seconds; None without times
     means: Numbers
     lows: Numbers
     highs: Numbers
     num_values: int  # before thinning
-    num_not_finite: int  # of these
-    crosses: Numbers  # the steps of some that were not finite
+    num_not_finite: int
+    crosses: Numbers  # steps of some non-finite values
     elapsed_crosses: Numbers | None
 
     @property
     def is_thinned(self) -> bool:
-        """True if a point is the mean of several values."""
         return self.num_values > len(self.steps)
 
 
 def make_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """The curves of a run's events, by names such as ``train/loss`` and ``eval/accuracy``."""
+    """Names are such as ``train/loss`` and ``eval/accuracy``."""
     times = elapsed_times(events)
     curves = {}
     for kind in ("train", "eval"):
@@ -65,9 +63,9 @@ def make_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def elapsed_times(events: Sequence[Mapping[str, Any]]) -> Numbers | None:
-    """Seconds that a run had taken at each event, [n]; None if one has no time. They never fall, as clocks may.
+    """Return running time in seconds per event, [n], non-decreasing; None if a time is missing.
 
-    Pauses, from an ``end`` event to the next start, do not count.
+    Pauses, from ``end`` to the next start, do not count.
     """
     times = [event.get("time") for event in events]
     if not times or not all(type(time) in (int, float) and math.isfinite(time) for time in times):  # type: ignore[arg-type]
@@ -79,11 +77,11 @@ def elapsed_times(events: Sequence[Mapping[str, Any]]) -> Numbers | None:
 
 
 def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points: int = MAX_POINTS) -> Curve:
-    """A curve of at most ``max_points`` points, that keeps the smallest and the largest value of each stretch.
+    """Thin to ``max_points``, keeping extremes.
 
     Args:
-        steps: [n], rising.
-        values: [n]; infinities and NaN count as not finite.
+        steps: [n], increasing.
+        values: [n].
     """
     is_finite = np.isfinite(values)
     finite = np.where(is_finite, values, np.nan)
@@ -111,13 +109,12 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
 
 
 def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.NDArray[np.intp]:
-    """Positions of the events of a kind, ordered by step; the last one of each step."""
+    """Return indices of events, by step."""
     places = {event["step"]: place for place, event in enumerate(events) if event["event"] == kind}
     return np.array([places[step] for step in sorted(places)], np.intp)
 
 
 def _number_of(value: Any) -> float | None:
-    """A value of an event as a number; None if it is none."""
     if type(value) not in (int, float) and not (isinstance(value, str) and value in NOT_FINITE):
         return None
     try:

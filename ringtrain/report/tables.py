@@ -1,4 +1,4 @@
-"""The report's tables: state of a run, its time, events, settings and environment."""
+"""Tables of a report."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ MISSING = "\N{EN DASH}"
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing worth knowing: its name, its value, and what there is to say besides."""
-
     name: str
     value: str
     note: str = ""
 
 
 def describe_run(run: RunRecord, drawn: DrawnRun) -> dict[str, Any]:
-    """The values of the page's template for a run."""
+    """Values for the page's template."""
     verdict, status = describe_status(run)
     parts = split_time(run.events)
     command = run.facts.get("command")
@@ -54,7 +52,7 @@ def describe_run(run: RunRecord, drawn: DrawnRun) -> dict[str, Any]:
 
 
 def describe_status(run: RunRecord) -> tuple[str, str]:
-    """The status of a run, as a class and in words."""
+    """Return CSS class and text."""
     last = run.events[-1]
     if last["event"] != "end":
         return "waiting", "no end recorded: it is running, or was killed"
@@ -63,7 +61,6 @@ def describe_status(run: RunRecord) -> tuple[str, str]:
 
 
 def list_facts(run: RunRecord) -> list[Fact]:
-    """The summary of a run."""
     starts, training, evaluations = run.of_kind("start"), run.of_kind("train"), run.of_kind("eval")
     start = starts[-1] if starts else {}
     reached = [event["step"] for event in training + evaluations + run.of_kind("checkpoint")]
@@ -97,7 +94,7 @@ def list_facts(run: RunRecord) -> list[Fact]:
 
 
 def _best_evaluation(run: RunRecord, evaluations: Sequence[Mapping[str, Any]]) -> list[Fact]:
-    """The evaluation that the best checkpoint is chosen by."""
+    """Use the metric of the best checkpoint."""
     metric = str(run.settings.get("best_metric", "loss"))
     scored = [event for event in evaluations if type(event.get(metric)) in (int, float)]
     if not scored:
@@ -116,7 +113,7 @@ _NOT_METRICS = {"event", "step", "epoch", "samples", "seconds", "time", "loss", 
 
 
 def describe_environment(run: RunRecord) -> list[Fact]:
-    """The environment of a run's last start, from its ``start`` event and its latest checkpoint."""
+    """From the last start and the latest checkpoint."""
     starts = run.of_kind("start")
     start = starts[-1] if starts else {}
     facts = [Fact(name, format_value(start[name])) for name in ("launcher", "node") if name in start]
@@ -132,7 +129,7 @@ def describe_environment(run: RunRecord) -> list[Fact]:
 
 
 def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], list[Fact]]:
-    """Settings with each run's value if they differ, and those that are set and equal in all runs."""
+    """Return differing settings with all values, and equal ones."""
     names = dict.fromkeys(name for settings in runs for name in settings)
     differing, same = [], []
     for name in names:
@@ -145,12 +142,11 @@ def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str,
 
 
 def format_setting(value: Any) -> str:
-    """A setting as its YAML file shows it."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def format_value(value: Any) -> str:
-    """A number with four digits, a whole one with all of them; what is missing as a dash."""
+    """Four digits, all digits of integers; a dash if missing."""
     if value is None:
         return MISSING
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -163,7 +159,7 @@ def format_value(value: Any) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in its two largest units, such as 2 h 5 min."""
+    """Use the two largest units, such as 2 h 5 min."""
     if not math.isfinite(seconds) or seconds < 0:
         return MISSING
     if seconds < 59.95:

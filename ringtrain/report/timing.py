@@ -1,4 +1,4 @@
-"""The parts of a run's time, from its events."""
+"""A run's time in parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringtrain.report.series import Numbers, elapsed_times
 
 Events = Sequence[Mapping[str, Any]]
 
-# A step's time in parts, if the log says them: the field of a ``train`` event, and what it is.
+# Fields of ``train`` events.
 STEP_PARTS = {
     "input_sec": "waiting for data",
     "compute_sec": "computing",
@@ -28,10 +28,9 @@ SAVED_ALL = ("completed", "preempted")
 
 
 def split_time(events: Events) -> dict[str, float]:
-    """The known seconds of each of ``PARTS``, from the run's first event to its last, without pauses.
+    """Return seconds of ``PARTS`` without pauses (``end`` to next start).
 
-    A pause lasts from an ``end`` event to the next start. Of a process that was killed nobody knows when that was: the
-    time from its last event to the next start is a part of its own.
+    The time of a kill is unknown: from the last event to the next start counts as ``killed``.
     """
     known = _training(events) | {"evaluation": sum(_seconds(event.get("seconds")) for event in _of(events, "eval"))}
     elapsed = elapsed_times(events)
@@ -42,7 +41,7 @@ def split_time(events: Events) -> dict[str, float]:
 
 
 def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
-    """A run's events by the start that they follow, or that failed before it was logged."""
+    """Split events by start, including failed ones."""
     parts: list[list[Mapping[str, Any]]] = []
     for event in events:
         if not parts or event["event"] == "start" or parts[-1][-1]["event"] == "end":
@@ -52,7 +51,6 @@ def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
 
 
 def _training(events: Events) -> dict[str, float]:
-    """The time of all steps, in the parts that the log knows."""
     total, parts = 0.0, dict.fromkeys(STEP_PARTS, 0.0)
     for attempt in attempts(events):
         before = _seconds(attempt[0].get("first_step"))
@@ -68,7 +66,7 @@ def _training(events: Events) -> dict[str, float]:
 
 
 def _interrupted(events: Events, elapsed: Numbers) -> dict[str, float]:
-    """Seconds from the last event of each start to its end by a failure, or to the next start if it was killed."""
+    """Time lost in failures (after the last event) and kills (up to the next start)."""
     known = {"lost": 0.0, "killed": 0.0}
     first = 0
     for attempt in attempts(events):
@@ -88,5 +86,5 @@ def _of(events: Events, kind: str) -> list[Mapping[str, Any]]:
 
 
 def _seconds(value: Any) -> float:
-    """A number of an event; 0 if it has none."""
+    """0 if missing."""
     return float(value) if type(value) in (int, float) and abs(value) < 1e15 else 0.0

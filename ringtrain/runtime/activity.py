@@ -1,7 +1,6 @@
 """Current phase of this process: set by the training thread, read by ``ringtrain.watchdog.thread``.
 
-Global state, like a log: a process runs one training. Setting it costs about a microsecond. Readers compare the note's
-identity to detect progress.
+Global, since a process runs one training; setting it costs about a microsecond. A new note object is progress.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# For joining up to the end of the first step, and for other compilations, reads or writes of everything.
+# For joining up to the end of the first step, compilation, and reads or writes of everything.
 LONG_SECONDS = 600.0
 
 
 class Phase(enum.Enum):
-    """Phases of a rank: words after "ranks 0, 1", and the point at which it waits for the others (None: they wait for
-    it).
-    """
+    """Words after "ranks 0, 1", and the point at which a rank waits for others (None: they wait for it)."""
 
     JOIN = ("wait for the other ranks to join", "")
     MEET = ("wait for the other ranks", "")
@@ -57,7 +54,7 @@ class Note(NamedTuple):
 
     @property
     def may_hold_lock(self) -> bool:
-        """True if one call may hold the GIL for long, for instance in unpickling."""
+        """For example in unpickling, which holds the GIL."""
         return self.doing in (Phase.JOIN, Phase.PREPARE, Phase.COMPILE)
 
     @property
@@ -81,9 +78,9 @@ def note(doing: Phase, step: int = 0, *, takes_long: bool = False) -> None:
 
 
 def when_it_may_not_take_long(tell_at_once: Callable[[], None] | None) -> None:
-    """Set a callback for the end of a long phase, so that other ranks learn of it at once.
+    """Set a callback for the end of a long phase.
 
-    Otherwise they hear of it with the watchdog's next message, and apply the long limit to a rank stopped meanwhile.
+    Other ranks must learn of it at once, or apply the long limit to a rank stopped meanwhile.
     """
     global _tell_at_once
     _tell_at_once = tell_at_once
@@ -96,7 +93,7 @@ def move() -> None:
 
 
 def current() -> tuple[Note, int]:
-    """Return the note and the latest move; no progress while both are the same objects."""
+    """No progress while both are the same objects."""
     return _note, _last_move
 
 

@@ -1,7 +1,6 @@
-"""Setup before TensorFlow starts: this rank's cores or GPU, thread pools, and communication settings.
+"""Setup before TensorFlow starts: cores or GPU, thread pools, and communication settings.
 
-All are defaults: the user's environment and the launcher's binding override them. The start-up log shows each with its
-source.
+Defaults only: the user's environment and the launcher's binding override them.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 Source = Literal["ringtrain", "environment", "launcher"]
 
-# With fewer, TensorFlow runs all of Horovod's all-reduces after the backward pass, even on one core. Native sums do so
-# anyway, and a second thread on a single core only competes for its cache.
+# With fewer, TensorFlow runs Horovod's all-reduces after the backward pass. Native sums do so anyway, and a second
+# thread on a single core only competes for its cache.
 MIN_INTER_OP_THREADS = 2
-# Horovod copies fused tensors into a buffer and back. Within a node's cores that costs more than separate messages of
-# large gradients. On GPUs and between nodes (not measured) Horovod's 128 MiB are kept.
+# Horovod copies fused tensors, which within a node costs more than separate messages of large gradients. On GPUs and
+# between nodes (not measured) Horovod's 128 MiB are kept.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
-# Open MPI's transports between nodes. With TCP, each rank would listen on all interfaces, despite btl_tcp_if_include.
+# Between nodes. With TCP, each rank would listen on all interfaces, despite btl_tcp_if_include.
 TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
-# Open MPI takes 4 MiB of /dev/shm per rank, native sums the rest. With too little free, as in containers, a rank
-# without its file must be able to use TCP, or MPI ends it.
+# Open MPI takes 4 MiB of /dev/shm per rank, native sums the rest. With less, as in containers, MPI must be able to fall
+# back to TCP, or it ends the rank.
 SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets NCCL sum between ranks on one GPU
 DYNAMIC_TIMELINE = "DYNAMIC"  # HOROVOD_TIMELINE for a timeline that programs start and stop
@@ -71,8 +70,8 @@ class Needs:
     hang_timeout: float = 0.0  # of the watchdog, in seconds; 0: no watchdog
     ends_stalls: bool = False  # Horovod stops stalled ranks of a script without a watchdog
     profiles: bool = False  # Horovod's timeline may be started later
-    # Operations may run one at a time if each rank has one core of the same node: sums are native there
-    # (``collectives.native``), and no operation calls Python.
+    # If each rank has one core of the same node, sums are native (``collectives.native``); and no operation calls
+    # Python.
     one_at_a_time: bool = False
     horovod: bool = True
 
@@ -120,17 +119,17 @@ def plan_devices(
 
 
 def adapt_plan(plan: DevicePlan, world: World, environ: Mapping[str, str], needs: Needs) -> DevicePlan:
-    """Keep the cores, and update the settings with a user-defined workload's defaults."""
+    """Apply a user-defined workload's defaults."""
     own = {setting.name: setting.value for setting in plan.settings if setting.source == "ringtrain"}
     users = {name: value for name, value in environ.items() if own.get(name) != value}
     return plan_devices(world, plan.machine, users, needs, claim_cores=lambda cores: bool(plan.own_cores))
 
 
 def why_cannot_pin(world: World, machine: Machine) -> str:
-    """Return why ranks cannot be pinned; empty if they can, or for one rank."""
+    """Empty if ranks can be pinned, or for one rank."""
     if world.local_size == 1:
         return ""
-    # With a quota, other containers may use the same cores: pinning could put several of them on the first cores.
+    # With a quota, other containers may be pinned to the same cores.
     if machine.quota is not None and machine.quota < len(machine.cores):
         return f"the cgroup's quota is {machine.quota:g} cores"
     if len(machine.cores) < world.local_size:
@@ -150,12 +149,10 @@ def plan_settings(
         # Otherwise Horovod's thread spins in MPI and takes a core.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if world.launcher != GLOO_LAUNCHER:
-            # Seconds. By default, one second after the launcher dies, MPI ends a rank with exit code 195, often before
-            # it has saved.
+            # Seconds. The default, 1, ends ranks with exit code 195 before they have saved, when the launcher dies.
             wanted["PMIX_MCA_pmix_event_caching_window"] = "600"
     if is_one_node_of_mpi(world):
-        # Only ob1 uses these transports. By default Open MPI first tries PSM, which waits 0.2 s for an adapter. All
-        # ranks need the same.
+        # Only ob1 uses these transports. By default Open MPI first waits 0.2 s for PSM. Same on all ranks.
         wanted["OMPI_MCA_pml"] = "ob1"
         if has_shared_memory(world, machine):
             wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
@@ -166,20 +163,20 @@ def plan_settings(
         if world.size == world.local_size and not machine.may_have_gpus:
             wanted["HOROVOD_FUSION_THRESHOLD"] = str(FUSION_BYTES_ON_CORES)
     if world.size > 1 and needs.hang_timeout:
-        # The watchdog reports first. Horovod's own report after a minute lacks causes, and Gloo fails half a minute
-        # after a rank is stopped, for instance by a debugger.
+        # The watchdog reports first: Horovod's report lacks causes, and Gloo fails half a minute after a rank is
+        # stopped, for instance by a debugger.
         patience = str(math.ceil(2 * limit_seconds(needs.hang_timeout, takes_long=True)))
         wanted["HOROVOD_STALL_CHECK_TIME_SECONDS"] = patience
         if world.launcher == GLOO_LAUNCHER:
             wanted["HOROVOD_GLOO_TIMEOUT_SECONDS"] = patience
     if world.size > 1 and needs.ends_stalls:
-        # Seconds; off in Horovod. Long, since rank 0 may evaluate while the others wait.
+        # Seconds; off in Horovod. Rank 0 may evaluate meanwhile.
         wanted["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "3600"
     if world.size > 1 and needs.profiles:
         wanted["HOROVOD_TIMELINE"] = DYNAMIC_TIMELINE
     if needs.deterministic:
         wanted |= {
-            # Fusion depends on timing, and with three or more ranks changes the order of sums.
+            # Fusion depends on timing, and changes the order of sums.
             "HOROVOD_DISABLE_GROUP_FUSION": "1",
             "TF_DETERMINISTIC_OPS": "1",
         }
@@ -224,7 +221,7 @@ def is_on(value: str) -> bool:
 
 
 def apply_plan(plan: DevicePlan) -> None:
-    """Pin this process and set the environment. Call before importing TensorFlow, MPI or Horovod."""
+    """Call before importing TensorFlow, MPI or Horovod."""
     check_environment(os.environ)
     check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
     set_environment(plan)
@@ -246,9 +243,7 @@ def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
 
 
 def start_tensorflow(plan: DevicePlan, world: World) -> str:
-    """Import TensorFlow with this rank's threads and GPU; return the device's name, such as ``"GPU 1"`` or ``"core
-    0"``.
-    """
+    """Import TensorFlow; return the device's name, such as ``"GPU 1"`` or ``"core 0"``."""
     with explaining_tensorflow():
         import tensorflow as tf
 
@@ -273,7 +268,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
 
 
 def open_device(device: str, world: World) -> None:
-    """Open TensorFlow's devices, with a one-line error. They cannot be changed afterwards."""
+    """They cannot be changed afterwards."""
     import tensorflow as tf
 
     try:
@@ -286,7 +281,7 @@ def open_device(device: str, world: World) -> None:
 
 
 def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
-    """True if a rank uses cores although its node seems to have visible GPUs."""
+    """CUDA_VISIBLE_DEVICES may hide GPUs."""
     import tensorflow as tf
 
     is_hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -294,7 +289,7 @@ def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
 
 
 def own_gpu() -> str | None:
-    """Return the UUID of this process's GPU (or MIG part); None without one. TensorFlow has started.
+    """Return the UUID of this process's GPU (or MIG part); None without one. Needs TensorFlow.
 
     Source: CUDA Driver API, cuDeviceGetUuid_v2.
     """
@@ -318,7 +313,7 @@ def own_gpu() -> str | None:
 
 
 def can_share_gpus(environ: Mapping[str, str]) -> bool:
-    """True if the user lets NCCL use one GPU for several ranks; some releases (2.32) can."""
+    """Some NCCL releases (2.32) can, on the user's request."""
     return is_on(environ.get(SHARED_GPUS, ""))
 
 

@@ -16,7 +16,7 @@ from ringtrain.errors import UsageError
 from ringtrain.messages.hiding import describe_hiding
 from ringtrain.runtime.world import World
 
-# Any run maps more: at least 1.6 GiB on cores, 2.6 GiB with TensorFlow 2.21 for GPUs.
+# Minimum of any run: 1.6 GiB on cores, 2.6 GiB with TensorFlow 2.21 for GPUs.
 MIN_ADDRESS_BYTES = 1.5 * 2**30
 # Horovod and TensorFlow read other text as 0, or abort.
 FROM_0 = (
@@ -66,7 +66,7 @@ def _are_flags(value: str) -> bool:
 
 
 def check_address_space(limit: int) -> None:
-    """Check ``ulimit -v``. With too little address space TensorFlow fails anywhere, or hangs."""
+    """With too little (``ulimit -v``) TensorFlow fails anywhere, or hangs."""
     if limit != resource.RLIM_INFINITY and limit < MIN_ADDRESS_BYTES:
         raise UsageError(
             f"this process may have {limit / 2**30:.1f} GiB of address space (ulimit -v {limit // 1024}), and "
@@ -90,10 +90,7 @@ def explaining_tensorflow() -> Iterator[None]:
 
 
 class AutoGraphFilter(logging.Filter):
-    """Shortens TensorFlow's warning about functions that AutoGraph cannot convert to one line, on rank 0.
-
-    TensorFlow asks on every rank to report a bug, without the function's location.
-    """
+    """Shortens TensorFlow's warning about functions that AutoGraph cannot convert to one line, on rank 0."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Messages of a run to its launcher: run directory and end.
 
-Launchers hide exit codes, and print after the ranks. ``launch local`` and batch scripts name a directory in the
-environment; the run writes two files there, atomically. The first end record wins: later ones are consequences.
+Launchers hide exit codes. ``launch local`` and batch scripts name a directory in the environment; the run writes two
+files there, atomically. The first end record wins: later ones are consequences.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def tell_run(path: Path, *, step: int, is_complete: bool) -> None:
 
 
 def tell_end(values: Mapping[str, Any]) -> None:
-    """Report the run's end, as in the ``end`` event; any rank's first report wins."""
+    """Any rank's first report wins."""
     _tell(END_FILE, values, replaces=False)
 
 
 def note_signal(directory: Path) -> None:
-    """Record that ``launch local`` passes on a signal, and has reported it."""
+    """Record that ``launch local`` reports and passes on a signal."""
     (directory / SIGNAL_FILE).touch()
 
 

@@ -1,9 +1,9 @@
 """Limit on how long user code keeps a finished process alive.
 
-At exit, Python waits without limit for non-daemon threads (also of pools), ``multiprocessing`` children and ``atexit``
-handlers, and the launcher and a batch job's nodes wait too. A daemon thread gives them ``--exit_timeout`` seconds,
-reports them, and ends the process with its exit code. It counts its own ticks, so that time in which the process is
-stopped does not count. If no Python thread can run, a timer of the C library ends the process.
+At exit, Python waits without limit for non-daemon threads, ``multiprocessing`` children and ``atexit`` handlers. A
+daemon thread gives them ``--exit_timeout`` seconds, reports them, and ends the process with its exit code. It counts
+its own ticks: time in which the process is stopped does not count. If no Python thread can run, a timer of the C
+library ends the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _has_watch = threading.Lock()  # held after the first ``watch_end``
 
 
 def allow(timeout: float, name: str) -> None:
-    """Set the time limit in seconds (0: none), and the process's name in reports."""
+    """``timeout``: seconds, 0: none; ``name``: of the process."""
     global _timeout, _name
     _timeout, _name = timeout, name
 
@@ -51,7 +51,7 @@ def note_exit_code(status: object) -> None:
 
 @contextlib.contextmanager
 def ending_forked() -> Iterator[None]:
-    """Exit a process that user code has forked and that returns here: the run is its parent's."""
+    """Exit a process that user code has forked, and that returns here."""
     pid = os.getpid()
     try:
         yield
@@ -68,10 +68,7 @@ def ending_forked() -> Iterator[None]:
 
 
 def watch_end(*, has_left_ranks: bool) -> None:
-    """Limit the time of this process after the end of its program.
-
-    Waits for other ranks are not cut short, unless it ``has_left_ranks``.
-    """
+    """Limit the time after the end of the program; unless it ``has_left_ranks``, not while it waits for ranks."""
     if not _timeout or not _has_watch.acquire(blocking=False):
         return
     plain_exit = sys.exit

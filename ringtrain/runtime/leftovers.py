@@ -1,7 +1,6 @@
 """A helper process (``main``) that kills processes which outlive a rank and hold its launcher.
 
-mpirun waits until no process can write to a rank's output, also background processes of user code. Most of those exit
-with their rank, so the helper waits a while after the rank's end, then reports and kills the rest.
+mpirun waits until no process can write to a rank's output, also background processes of user code.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ def describe_command(pid: int | None) -> str:
 
 
 def main(name: str, seconds: str, *numbers: str) -> None:
-    """Wait for the parent's exit, then for the processes; kill those left."""
     timeout, pids = float(seconds), [int(number) for number in numbers]
     parent = os.getppid()
     while os.getppid() == parent:

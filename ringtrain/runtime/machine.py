@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-# For each cgroup version: memory limit in bytes, and the file that counts OOM kills.
+# For each cgroup version: limit in bytes, and file that counts OOM kills.
 MEMORY_FILES = (("", "memory.max", "memory.events"), ("memory", "memory.limit_in_bytes", "memory.oom_control"))
 NO_MEMORY_LIMIT = 2**62  # version 1's value for no limit
 _claims: list[socket.socket] = []  # of cores; open until exit
@@ -24,8 +24,7 @@ class Machine:
     cores: tuple[int, ...]  # in the affinity mask
     quota: float | None = None  # cgroup's limit, in cores
     bound_by_launcher: bool = False  # each rank has its own cores
-    # A GPU driver exists. Ranks may still hide GPUs (``CUDA_VISIBLE_DEVICES``); decisions that all ranks of a node
-    # share must not depend on that.
+    # A driver exists; ranks may still hide GPUs (``CUDA_VISIBLE_DEVICES``), so that this is the same on a node's ranks.
     may_have_gpus: bool = False
     shared_memory_bytes: int = 0  # size of ``/dev/shm``
     shm_free_bytes: int = 0
@@ -49,10 +48,9 @@ def has_gpu_driver() -> bool:
 
 
 def read_cgroup_quota(root: Path) -> float | None:
-    """Return the tightest CPU limit of this process's cgroups, in cores.
+    """Return the tightest CPU limit of all cgroup levels, in cores.
 
-    Each level up to the root may set one. Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("cpu.max") and
-    scheduler/sched-bwc.rst.
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst ("cpu.max") and scheduler/sched-bwc.rst.
     """
     quotas = []
     for controller, files in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
@@ -77,10 +75,7 @@ def read_memory_limits(root: Path) -> list[tuple[int, Path]]:
 
 
 def cgroup_directories(root: Path, controller: str) -> list[Path]:
-    """Return the directories of this process's cgroup and its ancestors.
-
-    ``controller``: of version 1, such as ``"cpu"``; empty for version 2.
-    """
+    """From this process's cgroup to the root. ``controller``: of version 1, such as ``"cpu"``; empty for version 2."""
     directories = []
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
@@ -94,8 +89,8 @@ def cgroup_directories(root: Path, controller: str) -> list[Path]:
 def claim_cores(cores: tuple[int, ...]) -> bool:
     """Reserve cores until exit; False, without any, if another run on this machine holds one.
 
-    A claim is an address in Linux's abstract socket namespace (unix(7)): exclusive, freed by the system, without a
-    file. Any user can bind it: see ``is_run_on_core``.
+    A claim is an address in Linux's abstract socket namespace (unix(7)): exclusive, freed by the system. Any user can
+    bind it: see ``is_run_on_core``.
     """
     claims: list[socket.socket] = []
     for core in cores:
@@ -115,7 +110,7 @@ def claim_cores(cores: tuple[int, ...]) -> bool:
 
 
 def is_run_on_core(address: str, core: int) -> bool:
-    """True if the claim's holder is this user's, or really bound to the core."""
+    """The holder must be this user's, or bound to the core."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -138,7 +133,7 @@ def format_cores(cores: tuple[int, ...]) -> str:
 
 
 def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) -> bool:
-    """True if the launcher reports binding, or may itself use more cores."""
+    """It reports binding, or may itself use more cores."""
     if environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
         return True
     if environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank")):

@@ -79,10 +79,10 @@ def find_launcher() -> int | None:
 
 
 class Lineage:
-    """Processes between a rank and its launcher (included), as at the start."""
+    """Processes from a rank's parent to its launcher, as at the start."""
 
     def __init__(self) -> None:
-        """If no launcher is known by name, such as Slurm's, watch the parent."""
+        """Without a launcher known by name, such as Slurm's, watch the parent."""
         line = list(find_ancestors())
         named = [number for number, pid in enumerate(line) if is_launcher(read_words(pid, "cmdline"))]
         self._born = {pid: _read_birth(pid) for pid in line[: max(named, default=0) + 1]}
@@ -110,7 +110,7 @@ def _read_birth(pid: int) -> int | None:
 
 
 def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int | None, str]:
-    """Return exit code and output; None and the reason on timeout or start failure."""
+    """Return exit code and output; None and the reason on failure."""
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, **options}
     try:
         finished = subprocess.run(
@@ -124,10 +124,7 @@ def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int 
 
 
 def start_aside(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a module's ``main``, which uses the standard library only, in a new process.
-
-    It starts fast: without site packages (-S) and user settings (-I).
-    """
+    """Start a module's ``main`` in a new process, fast: standard library only (-S), isolated (-I)."""
     code = f"import sys; sys.path.append({PACKAGES!r}); from {__name__} import run_aside; run_aside(*sys.argv[1:])"
     return subprocess.Popen([sys.executable, "-I", "-S", "-c", code, module, *arguments], **options)
 

@@ -1,4 +1,4 @@
-"""Removal of Open MPI's shared memory left by killed ranks in ``/dev/shm``: 4 MiB each, until reboot."""
+"""Removal of Open MPI's shared memory that killed ranks left in ``/dev/shm``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ FIRST_PID_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO
 
 
 def remove_dead_segments() -> list[Path]:
-    """Remove this user's and host's segments that no living process maps; return their paths.
+    """Remove this user's and host's segments that no living process maps; return their paths. Ignores errors.
 
-    Containers may share ``/dev/shm``, and even the host name: only if all processes of the machine are visible can a
-    segment be known to be unused. Errors are ignored.
+    Containers may share ``/dev/shm`` and the host name: it needs to see all processes of the machine.
     """
     dead = {}
     if not sees_all_processes():
@@ -46,7 +45,7 @@ def sees_all_processes() -> bool:
 
 
 def find_mapped_files() -> set[tuple[int, int]]:
-    """Return device and inode of all mapped files, as far as visible: at least those of the same user's ranks."""
+    """Return device and inode; includes those of the same user's ranks."""
     mapped = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:

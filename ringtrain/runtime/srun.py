@@ -11,10 +11,7 @@ HOROVODRUN = "horovodrun"  # starts the ranks if srun cannot
 
 
 def choose_mpi(listing: str) -> str:
-    """Choose from ``srun --mpi=list``, of any Slurm version.
-
-    PMIx first: every Open MPI since 2.0 supports it; PMI2 needs Slurm's library.
-    """
+    """Prefer PMIx: every Open MPI since 2.0 supports it; PMI2 needs Slurm's library."""
     names = re.findall(r"\b(?:pmix(?:_v\d+)?|pmi2)\b", listing)
     versions = sorted((name for name in names if name.startswith("pmix_v")), key=lambda name: int(name[6:]))
     for name in ("pmix", *reversed(versions), "pmi2"):
@@ -29,7 +26,6 @@ def ask_srun() -> str | None:
 
 
 def find_mpi(print_line: Callable[[str], None], ask: Callable[[], str | None] = ask_srun) -> str:
-    """Choose how to start ranks, with a note if not by srun alone."""
     listing = ask()
     if listing is None:
         print_line(

@@ -1,9 +1,8 @@
-"""Stop requests: SIGTERM, SIGINT, SIGHUP, SIGUSR1, the file ``stop`` in the run directory, time limits, and the
-launcher's end.
+"""Stop requests: signals, the file ``stop`` in the run directory, time limits, and the launcher's end.
 
-A thread waits for signals, since Python's handlers do not run during C calls such as a training step; the wake-up pipe
-reports each at once. A request sets a flag, sent in the control vector, so that all ranks save at the same step. Before
-the first step, signals except SIGUSR1 end the process at once. ``nohup`` keeps SIGHUP ignored.
+A thread waits for signals by the wake-up pipe, since Python's handlers do not run during C calls such as a training
+step. A request sets a flag, sent in the control vector, so that all ranks save at the same step. Before the first step,
+signals except SIGUSR1 end the process at once. ``nohup`` keeps SIGHUP ignored.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class StopRequests:
                 "training was started in a thread, and only Python's main thread hears signals: a request to stop "
                 "would be lost. Train in the main thread, and put the rest into others."
             )
-        # Blocked here and in later threads, whose system calls they would interrupt. NumPy's existing threads
-        # (OpenBLAS) take signals: hence handlers and the pipe.
+        # Blocked here and in later threads, to not interrupt system calls. NumPy's threads (OpenBLAS) still take
+        # signals: hence handlers and the pipe.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -78,7 +77,7 @@ class StopRequests:
         """Handled by the thread, through the pipe."""
 
     def _forget(self) -> None:
-        """In a forked child, such as a user's data reader, signals concern the child only."""
+        """In a forked child, such as a user's data reader, signals concern the child."""
         if not self._ended.is_set():
             self._hand_back_signals(-1)
 
@@ -106,11 +105,11 @@ class StopRequests:
         self._lineage = self._lineage_at_start
 
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
-        """Set the thread's callback before an immediate exit: reason and exit code."""
+        """Called before an immediate exit, with reason and exit code."""
         self._leave = leave
 
     def start_training(self, announce: Callable[[str], None]) -> None:
-        """Save at requests from now on. The thread calls ``announce`` at the first one."""
+        """Save at requests from now on."""
         self._announce = announce
         for number in self._signals:  # user code may have replaced them
             signal.signal(number, self._ignore)

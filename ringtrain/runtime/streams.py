@@ -1,8 +1,7 @@
 """Fault-tolerant stdout and stderr.
 
-If a pipe's reader exits (``| head``), a terminal closes or a disk is full, every print and the final flush raise
-errors. These streams write to ``/dev/null`` after the first failure. If a reader pauses (``| less``, Ctrl-S), output is
-dropped: otherwise the run and all ranks would wait.
+If a pipe's reader exits (``| head``), a terminal closes or a disk is full, prints and the final flush would raise
+errors: switch to ``/dev/null``. If a reader pauses (``| less``, Ctrl-S), drop output: otherwise all ranks would wait.
 """
 
 from __future__ import annotations
@@ -124,7 +123,6 @@ def _tell(name: str, message: str) -> None:
 
 
 def has_lost_stdout() -> bool:
-    """True if printed output was lost, for instance on a full disk."""
     sys.stdout.flush()
     return "stdout" in _lost
 

@@ -1,1 +1,1 @@
-"""The output of rank 0: the lines of a run, its progress bar, and its start-up table."""
+"""Output of rank 0."""

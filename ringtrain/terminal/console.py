@@ -1,4 +1,4 @@
-"""The output of rank 0: a progress bar on a terminal, plain lines elsewhere. Other ranks print nothing."""
+"""Output of rank 0: progress bar on a terminal, else plain lines. Other ranks print nothing."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class Console:
-    """The lines and the progress of a run.
+    """Lines and progress of a run.
 
-    Each line is written whole, by one call: a launcher that labels its ranks' output then never puts a label inside it.
+    A line is one write, so that launchers do not put labels inside.
     """
 
     def __init__(self, stream: IO[str] | None, *, is_terminal: bool) -> None:
-        """``stream`` is None if nothing is to be shown."""
+        """``stream`` None: print nothing."""
         self._stream = stream
         self._progress: ProgressBar | None = None
         self.is_terminal = is_terminal
 
     def line(self, text: str) -> None:
-        """Show one line, or a message whose other lines are indented."""
+        """Print a line, or a message with indented further lines."""
         self.block(escape_message(text))
 
     def block(self, text: str) -> None:
-        """Show text in which nothing is left to be escaped, perhaps coloured."""
+        """Print escaped, perhaps coloured text."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
@@ -43,7 +43,7 @@ class Console:
             self._stream.flush()
 
     def start_progress(self, total_steps: int, first_step: int, last_saved_step: Callable[[], int] = lambda: 0) -> None:
-        """Show a progress bar, if there is a terminal; it asks ``last_saved_step`` from a thread of its own."""
+        """``last_saved_step`` is called from another thread."""
         if self._stream is None or not self.is_terminal:
             return
         from ringtrain.terminal.progress_bar import ProgressBar
@@ -54,24 +54,21 @@ class Console:
         self._progress.start()
 
     def loss(self, value: float) -> None:
-        """Show the loss of a step in the progress bar, if there is one."""
         if self._progress is not None:
             self._progress.loss = value
 
     def progress(self, step: int, values: list[str]) -> None:
-        """Move the progress bar, and show these values below it."""
         if self._progress is not None:
             self._progress.show(step, [escape(value) for value in values])
 
     def stop_progress(self) -> None:
-        """Leave the progress bar as it stands."""
+        """Keep the bar visible."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
 
 def open_console(*, is_rank0: bool) -> Console:
-    """The console of this rank."""
     if not is_rank0:
         return Console(None, is_terminal=False)
     launcher = find_supervisor() or find_launcher()
@@ -82,18 +79,18 @@ def open_console(*, is_rank0: bool) -> Console:
 
 
 def launcher_terminal(pid: int) -> IO[str] | None:
-    """The terminal that the launcher writes to, opened, or None.
+    """Open the launcher's terminal, if any.
 
-    A rank's own stdout says nothing: under mpirun it is a pseudo-terminal even where mpirun writes to a file. Going to
-    the launcher's terminal directly also keeps labels such as ``[1,0]<stdout>`` out of the progress bar.
+    A rank's stdout is a pseudo-terminal under mpirun even if mpirun writes to a file; labels such as ``[1,0]<stdout>``
+    are avoided too.
     """
     try:
-        # Neither truncated, as the launcher may write to a file, nor taken as this process's controlling terminal.
+        # Do not truncate a file, nor take a controlling terminal.
         descriptor = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return None
     if os.isatty(descriptor):
-        terminal = LastingFile(descriptor, "the terminal", closefd=True)  # open until the process ends
+        terminal = LastingFile(descriptor, "the terminal", closefd=True)  # until exit
         return io.TextIOWrapper(io.BufferedWriter(terminal))
     os.close(descriptor)
     return None

@@ -1,4 +1,4 @@
-"""The progress of a run, in two lines at the bottom of a terminal."""
+"""Progress bar in the last two lines of a terminal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ USUAL_COLUMNS = 80
 
 
 class ProgressBar(Progress):
-    """Steps done and time left; below them the loss of the last step, and the values of the last log.
-
-    It asks by itself, from its own thread, which step is under way: the training thread has nothing to do with it.
-    """
+    """Steps and time left; below, the latest loss and logged values. Its own thread reads the current step."""
 
     def __init__(
         self, stream: IO[str], *, total_steps: int, first_step: int, last_saved_step: Callable[[], int]
@@ -29,7 +26,7 @@ class ProgressBar(Progress):
         self._terminal = stream.fileno()
         self._last_saved_step = last_saved_step
         self._values: list[str] = []
-        self.loss: float | None = None  # of the last step
+        self.loss: float | None = None
         super().__init__(
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
@@ -42,18 +39,17 @@ class ProgressBar(Progress):
         self._task = self.add_task("", total=total_steps, completed=first_step)
 
     def start(self) -> None:
-        """Show the bar and the cursor, which stays there where a launcher kills this process."""
+        """Keep the cursor visible, in case the process is killed."""
         super().start()
         self.console.show_cursor(True)
 
     def show(self, step: int, values: list[str]) -> None:
-        """Show the values of a step, besides its loss; if the line is full, the last ones are left out."""
+        """If the line is full, the last values are omitted."""
         self._values = values
         self.update(self._task, completed=step)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Both lines, as wide as the terminal is now."""
-        if not self.tasks:  # rich asks before it is made
+        if not self.tasks:  # rich calls this during construction
             return
         self.console.width = self._read_width()
         note, _ = activity.current()
@@ -71,5 +67,5 @@ class ProgressBar(Progress):
     def _read_width(self) -> int:
         try:
             return os.get_terminal_size(self._terminal).columns or USUAL_COLUMNS  # 0 if no size was set
-        except OSError:  # the terminal was closed
+        except OSError:  # closed terminal
             return USUAL_COLUMNS

@@ -1,4 +1,4 @@
-"""The start of a run: TensorFlow comes up without its chatter, and the log says what this run is made of."""
+"""Start of a run: filters TensorFlow's harmless messages, describes the run."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from ringtrain.collectives import Collective
     from ringtrain.runtime.devices import DevicePlan
 
-# What TensorFlow prints at import on every machine, at the level of errors, though nothing is wrong.
+# Printed as errors at every import.
 HARMLESS = re.compile(
     rb"Unable to register cu(FFT|DNN|BLAS) factory|before absl::InitializeLog\(\)"
     rb"|computation_placer\.cc.*already registered"
 )
-# On a machine without a GPU the CUDA build of TensorFlow says that it found none.
+# From CUDA builds on machines without GPUs.
 HARMLESS_WITHOUT_GPU = re.compile(rb"failed call to cuInit|cuda_diagnostics\.cc")
-# TensorFlow 2.21 prints its first lines before it has read TF_CPP_MIN_LOG_LEVEL, which would hold them back.
+# TensorFlow 2.21 prints these before it reads TF_CPP_MIN_LOG_LEVEL.
 BELOW_LEVEL = {"1": (b"I0000 ",), "2": (b"I0000 ", b"W0000 "), "3": (b"I0000 ", b"W0000 ", b"E0000 ")}
 
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Hold back what libraries print at import although nothing is wrong; everything else gets through.
+    """Filter harmless import messages.
 
-    A child process reads the error stream meanwhile, so that the last words of an import that crashes are seen as well.
+    By a child process, so that the last output of a crash is shown.
     """
     sys.stderr.flush()
     error_stream = os.dup(2)
@@ -58,15 +58,14 @@ def quiet_start() -> Iterator[None]:
 
 @contextlib.contextmanager
 def skipping_garbage_collection() -> Iterator[None]:
-    """Keep the garbage collector away from the objects that the import of TensorFlow creates.
+    """Exempt objects created by TensorFlow's import from garbage collection.
 
-    Almost all of them live as long as the process. Searching them for garbage, during the import, in each full
-    collection and at exit, costs about as much CPU time as the rest of the import.
+    They live until exit; scanning them doubles the import's CPU time.
     """
     if "tensorflow" in sys.modules or not gc.isenabled():
         yield
         return
-    gc.collect()  # what exists now is exempt from collection later, too
+    gc.collect()  # for gc.freeze
     gc.disable()
     try:
         yield
@@ -76,7 +75,7 @@ def skipping_garbage_collection() -> Iterator[None]:
 
 
 def _filter_lines(reader: int, error_stream: int) -> None:
-    """Pass on all but harmless lines until the other end closes; never returns."""
+    """Never returns."""
     try:
         has_gpu = has_gpu_driver()
         below_level = BELOW_LEVEL.get(os.environ.get("TF_CPP_MIN_LOG_LEVEL", ""), ())
@@ -90,10 +89,7 @@ def _filter_lines(reader: int, error_stream: int) -> None:
 
 
 def describe_start(collective: Collective, plan: DevicePlan, device: str) -> list[str]:
-    """The start-up table: versions, who computes on what, and each setting with where it came from.
-
-    Every rank must call it.
-    """
+    """Return versions, devices of ranks, and settings with sources. Every rank must call it."""
     from ringtrain.collectives import all_gather_object
 
     world = collective.world
@@ -102,7 +98,7 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
     without_gpus = sorted({node for node, *_, misses in rows if misses})
     versions = []
     for title, package in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("Horovod", "horovod")):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Horovod may be absent
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{title} {importlib.metadata.version(package)}")
     return [
         f"ringtrain {__version__}: {', '.join(versions)}",

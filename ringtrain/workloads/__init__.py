@@ -31,10 +31,7 @@ IMPORTED = ("horovod", "keras", "launch", "mpi4py", "numpy", "ringtrain", "tenso
 
 
 def check_workload_name(spec: str) -> None:
-    """Check a workload's name without importing it.
-
-    ``package.module:Class``, ``path/file.py:Class``, ``path/file.py`` with one workload, or a built-in name.
-    """
+    """Check ``package.module:Class``, ``path/file.py:Class``, ``path/file.py`` or a built-in name, unimported."""
     if spec in BUILT_IN:
         return
     place, class_name = _split(spec)
@@ -53,7 +50,7 @@ def check_workload_name(spec: str) -> None:
 
 
 def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
-    """Refuse a file that would shadow a module that training imports; if new, any installed module."""
+    """Refuse a file that would shadow a module used in training; if new, any installed module."""
     elsewhere = [place for place in sys.path if Path(place).resolve() != file.parent.resolve()]
     is_taken = is_new and importlib.machinery.PathFinder.find_spec(file.stem, elsewhere) is not None
     if file.suffix == ".py" and (file.stem in IMPORTED or is_taken):
@@ -70,7 +67,7 @@ def is_file_within(spec: str, directory: Path) -> bool:
 
 
 def load_workload(spec: str) -> type[Workload]:
-    """Import a workload's class. User files may import TensorFlow: pin the devices before."""
+    """User files may import TensorFlow: pin the devices before."""
     check_workload_name(spec)
     place, class_name = _split(BUILT_IN.get(spec, spec))
     try:
@@ -127,7 +124,7 @@ def _describe(error: BaseException) -> str:
 
 
 def names_python_functions(workload_class: type[Workload]) -> bool:
-    """True if a module's source names functions, such as ``tf.py_function``, that call Python code in a step."""
+    """True if its source names functions that call Python code in a step."""
     modules = (sys.modules.get(each.__module__) for each in workload_class.__mro__)
     paths = {Path(getattr(module, "__file__", None) or "") for module in modules}
     sources = [path.read_text(errors="replace") for path in paths if path.suffix == ".py" and path.is_file()]

@@ -26,9 +26,9 @@ MAX_LEVELS = 5  # 1,024 channels if the first layer has 64
 
 
 class Autoencoder(Workload):
-    """Convolutions that halve the image and double the channels at each level, then transposed ones.
+    """Convolutions that halve the image and double the channels per level, then transposed ones.
 
-    Options: ``data``: cifar10 or digits; ``width``: channels of the first level; ``gradients``: also show gradients in
+    Options: ``data``: cifar10 or digits; ``width``: channels of the first level; ``gradients``: show them in
     TensorBoard.
     """
 
@@ -111,7 +111,7 @@ def image_shape(data: str) -> tuple[int, int, int]:
 
 
 def plan_sides(side: int, levels: int) -> list[int]:
-    """Return the side in pixels before and after each level: halves, rounded up."""
+    """In pixels, before and after each level: halves, rounded up."""
     return [-(-side // 2**level) for level in range(levels + 1)]
 
 
@@ -121,10 +121,7 @@ def choose_levels(height: int, width: int) -> int:
 
 
 def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
-    """Images [n, *shape] in [0, 1] -> the same shape, in (0, 1). Sides may be odd.
-
-    The first level has ``width`` channels, each further one twice as many.
-    """
+    """Images [n, *shape] in [0, 1] -> the same shape, in (0, 1). ``width`` channels, doubled per level."""
     import keras
     from keras import layers
 
@@ -149,10 +146,9 @@ def create_autoencoder(shape: tuple[int, int, int], width: int) -> keras.Model:
 
 
 def crop(x: Any, height: int, breadth: int) -> Any:
-    """Remove the first row or column if a transposed convolution returns one too many.
+    """Remove a surplus first row or column of a transposed convolution.
 
-    The encoder's windows are centred at even pixels of odd sides, and at odd pixels of even sides; the transposed
-    convolution's always at odd ones.
+    The encoder's windows are centred at even pixels of odd sides; the transposed convolution's always at odd ones.
     """
     from keras import layers
 
@@ -161,7 +157,7 @@ def crop(x: Any, height: int, breadth: int) -> Any:
 
 
 def weights_by_tag(model: keras.Model) -> dict[str, keras.Variable]:
-    """Return weights by TensorBoard tag: ``weights/encoder1`` for a kernel, ``biases/encoder1`` for a bias."""
+    """Tags: ``weights/encoder1`` for a kernel, ``biases/encoder1`` for a bias."""
     kinds = {"kernel": "weights", "bias": "biases"}
     return {
         f"{kinds[variable.name]}/{layer.name}": variable

@@ -1,8 +1,7 @@
 """cifar10_resnet: a small residual network that reaches 90 % on CIFAR-10 in sixteen epochs.
 
-After Page's "How to Train Your ResNet" (2018) and Jordan's "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024): a
-fixed whitening convolution, pooling before normalisation, a triangular learning rate, label smoothing, and a mirrored
-view at evaluation. Widths and most optimizer settings are Jordan's, for half the batch.
+After Page's "How to Train Your ResNet" (2018) and Jordan's "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024).
+Widths and most optimizer settings are Jordan's, for half the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MAX_SHIFT = 2  # pixels; Jordan: 2 for ten epochs, 4 for longer runs
 LABEL_SMOOTHING = 0.2
 LOGIT_SCALE = 1 / 9  # Jordan's: a soft initial softmax
 BLOCK_WIDTHS = (1, 4, 4)  # times the option ``width``
-# Of CIFAR-10's training images in [0, 1]: mean of each channel, and deviations of 2x2 patches along ``patch_axes``.
+# CIFAR-10's, for [0, 1]: channel means, and deviations of 2x2 patches along ``patch_axes``.
 CHANNEL_MEANS = (0.4914, 0.4822, 0.4465)
 PATCH_DEVIATIONS = (
     (0.798, 0.221, 0.102),
@@ -92,11 +91,7 @@ class Cifar10Resnet(Workload):
 
 
 def create_network(width: int) -> keras.Model:
-    """uint8 images [n, 32, 32, 3] -> logits [n, 10].
-
-    Each block halves the sides; its second convolution is residual. Normalisation covers the global batch. The first
-    block has ``width`` channels.
-    """
+    """uint8 images [n, 32, 32, 3] -> logits [n, 10]. Normalisation covers the global batch."""
     import keras
     from keras import layers
 
@@ -119,10 +114,7 @@ def create_network(width: int) -> keras.Model:
 
 
 def convolution(x: Any, channels: int, name: str, *, pool: bool = False) -> Any:
-    """3x3 convolution, optional pooling, normalisation over the global batch, GELU.
-
-    No scale in the normalisation: later convolutions have it.
-    """
+    """Convolution, optional pooling, normalisation over the global batch, GELU. Later convolutions have the scale."""
     from keras import layers
 
     from ringtrain.collectives.normalization import SyncBatchNormalization
@@ -137,8 +129,7 @@ def convolution(x: Any, channels: int, name: str, *, pool: bool = False) -> Any:
 def patch_axes() -> npt.NDArray[np.float64]:
     """Axes of natural 2x2 patches with almost uncorrelated pixels: [4, 3, 2, 2, 3].
 
-    Haar functions times brightness, red-blue and green-magenta, of length 1. On CIFAR-10 correlations are at most 0.1,
-    and deviations equal those of the principal components.
+    Haar functions times brightness, red-blue and green-magenta, of length 1. On CIFAR-10 correlations are at most 0.1.
     """
     places = np.array([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]) / 2
     colours = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]]) / np.sqrt([[3], [2], [6]])

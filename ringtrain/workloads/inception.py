@@ -1,8 +1,8 @@
 """inception: Inception v3 with its auxiliary classifier (Szegedy et al. 2015, arXiv:1512.00567), on an image folder.
 
-Optimizer and schedule: the paper's section 8; label smoothing: section 7; auxiliary classifier: section 4. Weight of
-the auxiliary loss, weight decay, dropout, and details of the auxiliary classifier: the authors' code
-(tensorflow/models, research/slim: nets/inception_v3.py, nets/inception_utils.py, train_image_classifier.py).
+From the paper: optimizer and schedule (section 8), label smoothing (7), auxiliary classifier (4). From the authors'
+code (tensorflow/models, research/slim: nets/inception_v3.py, nets/inception_utils.py, train_image_classifier.py):
+weight of the auxiliary loss, weight decay, dropout, details of the auxiliary classifier.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def build_inception(image_shape: tuple[int, int, int], num_classes: int) -> kera
 def add_auxiliary_classifier(features: keras.KerasTensor, num_classes: int) -> keras.KerasTensor:
     """Logits from the last layer of the 17x17 grid (for 299x299 images), [n, h, w, 768].
 
-    For smaller images kernels are cut to the grid; for larger ones the last convolution's outputs are averaged.
+    Smaller images cut the kernels; of larger ones the outputs are averaged.
     """
     from keras import layers
     from keras.initializers import TruncatedNormal
@@ -176,9 +176,8 @@ def cut_to(features: keras.KerasTensor, size: int) -> tuple[int, ...]:
 
 
 def add_weight_decay(model: keras.Model) -> None:
-    """Add ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)``; Keras' L2 lacks the factor 1/2.
-
-    keras.applications takes no regularizer.
+    """``WEIGHT_DECAY * tf.nn.l2_loss(kernel)``; Keras' L2 lacks the factor 1/2, and keras.applications takes no
+    regularizer.
     """
     from keras import regularizers
 
@@ -188,7 +187,7 @@ def add_weight_decay(model: keras.Model) -> None:
 
 
 def smoothed_cross_entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Return [n]; LABEL_SMOOTHING of each label is spread over all classes (section 7)."""
+    """Return [n], with LABEL_SMOOTHING (section 7)."""
     import keras
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""Model that averages outputs over an image and its mirror image."""
+"""Model that averages over mirror images."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ import tensorflow as tf
 class LocalResponseNormalization(keras.layers.Layer):
     """Local response normalisation over channels (Krizhevsky, Sutskever and Hinton 2012, 3.3).
 
-    As ``tf.nn.local_response_normalization``: y_i = x_i / (bias + alpha * sum of x_j**2, |j - i| <= radius)**beta.
-    TensorFlow's kernel supports float32 and float16 only, and its CPU gradient is a scalar loop: four times slower.
-    Here the window's sum is a product with a band matrix.
+    As ``tf.nn.local_response_normalization``: y_i = x_i / (bias + alpha * sum of x_j**2, |j - i| <= radius)**beta, with
+    a band matrix: TensorFlow's kernel has float32 and float16 only, and is four times slower on CPUs.
     """
 
     def __init__(self, *, depth_radius: int, bias: float, alpha: float, beta: float, **options: Any) -> None:

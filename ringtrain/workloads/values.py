@@ -23,7 +23,7 @@ FORGOTTEN = "None: is a return missing?"
 
 
 def needs_every_rank(workload: Workload, model: keras.Model) -> bool:
-    """True if computations on a rank's samples involve other ranks, as in SyncBatchNormalization."""
+    """True if values involve other ranks, as in SyncBatchNormalization."""
     return workload.needs_every_rank or any(
         getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()
     )
@@ -55,9 +55,9 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
 
 
 def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Return the losses and metrics of n samples, [n] each.
+    """Return losses and metrics, [n] each.
 
-    Half-precision outputs become float32, for their range. If outputs are float64, as in ``verify``, so are y's floats:
+    Half-precision outputs become float32, for their range. For float64 outputs (``verify``) y's floats become float64:
     TensorFlow does not mix types.
     """
     outputs = tf.nest.map_structure(_at_least_float32, outputs)

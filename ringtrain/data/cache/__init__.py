@@ -27,12 +27,11 @@ def with_cache(
     num_threads: int,
     reserved_bytes: int = 0,
 ) -> Source:
-    """Wrap a source in a cache if it decodes samples. Every rank must call it.
+    """Cache decoded samples, if the source decodes. Every rank must call it.
 
     Args:
-        mode: ``"node"``: the ranks of a node decode all samples now into one file, mapped by all and reused by later
-            runs. ``"memory"``: each rank keeps its decoded samples; best with one rank.
-        name: of the source, unique in the run.
+        mode: ``"node"``: decode all samples now into one file per node, reused by later runs; ``"memory"``: per rank.
+        name: unique in the run.
         reserved_bytes: memory that earlier caches will still use.
     """
     if mode == "none" or not is_fallible(source):

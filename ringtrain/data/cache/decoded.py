@@ -42,7 +42,7 @@ def find_layout(source: FallibleSource) -> Layout:
 
 
 class CachedSource:
-    """Source with cached samples; others are decoded, and stored if the arrays are writable."""
+    """Decodes missing samples, and stores them if the arrays are writable."""
 
     def __init__(
         self, source: FallibleSource, layout: Layout, is_kept: np.ndarray, arrays: Sequence[np.ndarray]
@@ -97,10 +97,7 @@ class CachedSource:
         return indices
 
     def _read(self, indices: tf.Tensor) -> Any:
-        """Return cached (x, y).
-
-        By NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory.
-        """
+        """Use NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory."""
         with tf.device("CPU"):
             types = [tf.as_dtype(dtype) for _, dtype in self._layout.tensors]
             tensors = tf.numpy_function(self._read_rows, [indices], types)

@@ -1,9 +1,8 @@
 """Decoded samples in one file per node, mapped by all its ranks.
 
-The ranks fill it together before training, under a temporary name, then rename it: a file under its own name (of the
-samples and their files' mtimes) is complete. While filling, local rank 0 holds a lock, which the system frees at its
-end: unlocked partial files are removed by the next run, as are files unused for a month. Concurrent runs fill separate
-files; no run waits for another.
+The ranks fill a temporary file together, then rename it: the final name, of the samples and mtimes, means complete.
+Meanwhile local rank 0 holds a lock: the next run removes unlocked partial files, and files unused for a month. Runs
+never wait for each other.
 """
 
 from __future__ import annotations
@@ -100,12 +99,12 @@ class CacheFile:
             return False
 
     def is_current(self, source: FallibleSource) -> bool:
-        """True if samples marked corrupt still are: a read may have failed once."""
+        """A read may have failed once."""
         bad = np.flatnonzero(~self.open()[0])
         return len(source.find_bad(bad)) == len(bad)
 
     def begin(self, source: FallibleSource) -> Filling | None:
-        """Return a file to fill, with its space allocated; None if it is complete."""
+        """Return a file to fill, with allocated space; None if complete."""
         if self.is_whole() and self.is_current(source):
             return None
         directory = self.path.parent

@@ -10,7 +10,7 @@ from ringtrain.errors import DataError
 
 
 def file_error(message: str) -> DataError:
-    """The ranks of a node share the error, since they share the files."""
+    """For all ranks of a node, which share the files."""
     return DataError(message, reach="node")
 
 

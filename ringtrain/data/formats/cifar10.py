@@ -1,7 +1,7 @@
-"""CIFAR-10 (Krizhevsky 2009): its binary files, downloaded once per node if missing.
+"""CIFAR-10 (Krizhevsky 2009): binary files, downloaded if missing.
 
-A record is a label byte, 0 to 9, and 3,072 pixel bytes: 1,024 red, 1,024 green, 1,024 blue, each a 32x32 image row by
-row (https://www.cs.toronto.edu/~kriz/cifar.html). Published files have 10,000 records; any number is read.
+A record is a label byte, 0 to 9, and 3,072 pixel bytes: 1,024 red, 1,024 green, 1,024 blue, row by row
+(https://www.cs.toronto.edu/~kriz/cifar.html).
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ class Download(NamedTuple):
 def load_cifar10(data_dir: Path | None, *, download: Download | None = None) -> tuple[Samples, Samples]:
     """Return training and test samples.
 
-    Read from ``data_dir/cifar-10-batches-bin``, ``data_dir``, or the archive ``data_dir/cifar-10-binary.tar.gz``; if
-    all are missing, one process per node downloads the archive.
-
-    Default ``data_dir``: ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
+    ``data_dir`` holds the files, ``cifar-10-batches-bin`` or ``cifar-10-binary.tar.gz``; otherwise one process per node
+    downloads the archive. Default: ``$XDG_CACHE_HOME/ringtrain/cifar10``, or ``~/.cache/ringtrain/cifar10``.
     """
     place = cache_directory("cifar10") if data_dir is None else data_dir
     # Path's methods raise if a directory may not be searched.
@@ -157,8 +155,8 @@ def _size_of(path: Path) -> str:
 def _download_once(archive: Path, download: Download) -> None:
     """Download the archive, or wait for another process of this node.
 
-    The first caller takes a lock, freed by the system at its end. On failure it writes the reason into the lock's file,
-    so that waiting processes fail at once.
+    The first takes a lock, which the system frees. It writes a failure's reason into the lock's file, so that the
+    others fail at once.
     """
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +186,7 @@ class _DownloadError(Exception):
 
 @contextlib.contextmanager
 def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
-    """Yield an exclusively locked file, and True if another process held the lock."""
+    """Yield a locked file; True if another process held the lock."""
     deadline = time.monotonic() + limit_s
     has_waited = False
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:

@@ -49,13 +49,13 @@ class Converted(NamedTuple):
 
 
 def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: int | None = None) -> Converted:
-    """Write a directory's samples as TFRecord files, with the class names, atomically.
+    """Write TFRecord files and class names, atomically.
 
     Args:
-        source: an image folder, copied without re-encoding, or CIFAR-10's binary files, which become raw records: PNG
-            would save a fifth, but decodes slowly.
+        source: an image folder, copied without re-encoding, or CIFAR-10's binary files, which become raw records:
+            faster than PNG, a fifth larger.
         destination: must not exist, or be empty.
-        kind: ``"image_folder"``, ``"cifar10"``, or ``"auto"`` to detect it.
+        kind: ``"image_folder"``, ``"cifar10"``, or ``"auto"``.
         num_shards: files per split; None: of about ``SHARD_BYTES``.
     """
     start = time.monotonic()

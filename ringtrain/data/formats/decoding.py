@@ -21,8 +21,7 @@ def decode_batch(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Decode images [n] in parallel; return their numbers [m] and uint8 [m, h, w, c], in order.
 
-    Corrupt images are skipped (``skips_bad``) or an error. As a dataset: tf.map_fn cannot skip, and is slower for small
-    images.
+    A dataset can skip corrupt images (``skips_bad``), unlike tf.map_fn, and is faster for small ones.
     """
     decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
         graph_code(lambda index, image: (index, decode(image))), num_parallel_calls=PARALLEL_DECODES, deterministic=True
@@ -37,10 +36,7 @@ def decode_batch(
 
 
 def decode_image(content: tf.Tensor, image_shape: tuple[int, int, int], *, is_resized: bool) -> tf.Tensor:
-    """Decode a JPEG or PNG image, uint8 [h, w, c].
-
-    Its central square is resized to ``image_shape`` and its channels converted; or it must have that shape.
-    """
+    """Decode JPEG or PNG to uint8 ``image_shape``; ``is_resized``: from its central square, with converted channels."""
     height, _, channels = image_shape
     # Detects and decodes PNG too.
     image = tf.io.decode_jpeg(content, channels=channels, dct_method="INTEGER_ACCURATE")

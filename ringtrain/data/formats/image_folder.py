@@ -1,7 +1,4 @@
-"""Image folders: ``train/<class>/*.jpg``, and ``validation/``, ``val/`` or ``test/`` for evaluation.
-
-Folders are listed and checked before training; images are read when needed.
-"""
+"""Image folders: ``train/<class>/*.jpg``, and ``validation/``, ``val/`` or ``test/`` for evaluation."""
 
 from __future__ import annotations
 
@@ -92,15 +89,15 @@ def load_image_folder(
     The classes are the folders in ``train/``, sorted. Hidden files are ignored.
 
     Args:
-        data_dir: holds ``train/<class>/`` with .jpg, .jpeg and .png files, and optionally ``validation/<class>/``, or
-            ``val``, or ``test``.
-        image_size: side in pixels to which each image's central square is resized, with converted channels. None: all
-            images must have one size and ``channels`` channels.
+        data_dir: holds ``train/<class>/`` with .jpg, .jpeg and .png files, and optionally ``validation``, ``val`` or
+            ``test``.
+        image_size: resize each image's central square to this side in pixels, and convert channels. None: all images
+            must have one size and ``channels`` channels.
         channels: 1 for grey images, 3 for colour.
 
     Raises:
-        DataError: a folder is missing, empty, or has unexpected contents; a file cannot be read; sizes or channels of
-            images differ.
+        DataError: a folder is missing, empty, or has unexpected contents; a file cannot be read; sizes or channels
+            differ.
     """
     listings = [_list_part(data_dir / TRAIN_FOLDER)]
     class_names = tuple(listings[0])

@@ -1,7 +1,7 @@
-"""Size and channels of JPEG and PNG images, from their headers.
+"""Size and channels of JPEG and PNG images, without reading the whole file.
 
-As ``tf.io.decode_image`` with ``channels=0``, without reading the whole file. JPEG: ITU-T T.81, annex B; PNG: W3C
-Portable Network Graphics, sections 5 and 11.
+As ``tf.io.decode_image`` with ``channels=0``. JPEG: ITU-T T.81, annex B; PNG: W3C Portable Network Graphics, sections 5
+and 11.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""TFRecord files of images, with random access by an index of offsets.
+"""TFRecord files of images, with random access by an index.
 
-A record is a ``tf.train.Example`` with ``image/encoded`` (JPEG or PNG), or ``image/raw`` with ``image/height``,
-``image/width`` and ``image/channels`` (uint8, row by row), and ``image/class/label`` (int64, from 0): the names of
-TensorFlow's ImageNet scripts. ``ringtrain convert`` writes such files.
+A record is a ``tf.train.Example`` with ``image/encoded`` (JPEG or PNG), or ``image/raw`` (uint8) with ``image/height``,
+``image/width`` and ``image/channels``, and ``image/class/label`` (int64, from 0), as in TensorFlow's ImageNet scripts.
 """
 
 from __future__ import annotations
@@ -40,22 +39,19 @@ def load_tfrecords(
     channels: Channels,
     index_dir: Path | None = None,
 ) -> tuple[TFRecordSource, TFRecordSource | None]:
-    """Load training and, if present, evaluation samples.
-
-    The first call reads all records, to write an index.
+    """Load training and, if present, evaluation samples. The first call reads all records, to index them.
 
     Args:
-        data_dir: holds ``train-*.tfrecord`` or ``train.tfrecord``, and optionally the same with ``validation``, ``val``
-            or ``test``, and ``classes.txt`` with one class name per line.
-        image_size: side in pixels to which each image's central square is resized, with converted channels. None: all
-            images must have one size and ``channels`` channels.
+        data_dir: holds ``train-*.tfrecord`` or ``train.tfrecord``, optionally ``validation``, ``val`` or ``test``
+            likewise, and ``classes.txt`` with one class name per line.
+        image_size: resize each image's central square to this side in pixels, and convert channels. None: all images
+            must have one size and ``channels`` channels.
         channels: 1 for grey images, 3 for colour. Raw images must have them.
         index_dir: directory of the index; None: ``data_dir``, or if read-only, ``$XDG_CACHE_HOME/ringtrain/index`` or
             ``~/.cache/ringtrain/index``.
 
     Raises:
-        DataError: files are missing or damaged; a label is out of range; a class has no training sample; shapes of
-            images differ.
+        DataError: files are missing or damaged; a label is out of range; a class has no training sample; shapes differ.
     """
     class_names = read_class_names(data_dir)
     parts = {"train": find_files(data_dir, TRAIN_FOLDER), "evaluation": find_files(data_dir, *EVALUATION_FOLDERS)}
@@ -131,7 +127,7 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
 def _create_source(
     index: Index, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None, num_classes: int
 ) -> TFRecordSource:
-    """Check that images which are not converted have one shape, ``train_shape`` for evaluation."""
+    """Unconverted images must have one shape, ``train_shape`` for evaluation."""
     entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
     if not len(known):
@@ -223,7 +219,7 @@ class TFRecordSource:
     # --- Reading, on the host ---
 
     def _read(self, indices: np.ndarray, *, skips_bad: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return records [n] and a mask [n]; corrupt records are empty, or raise."""
+        """Return records and mask, [n] each; corrupt records are empty, or raise."""
         records = np.full(len(indices), b"", object)
         is_whole = np.zeros(len(indices), bool)
         for place, index in enumerate(indices):
@@ -257,7 +253,7 @@ class TFRecordSource:
     # --- Decoding, in the graph ---
 
     def _decode(self, records: tf.Tensor, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return indices and images uint8 [n, h, w, c]; corrupt ones fail or are skipped."""
+        """Return indices and uint8 [n, h, w, c]; corrupt ones fail or are skipped."""
         name = "image/raw" if self._is_raw else "image/encoded"
         stored = tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.string)})[name]
         if self._is_raw and self._stored_shape == self.image_shape:

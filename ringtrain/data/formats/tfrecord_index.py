@@ -1,8 +1,7 @@
 """Index of TFRecord files: offset, kind, shape and label of each record.
 
-A record is: length of the data (8 bytes), its masked CRC32C (4), data, their masked CRC32C (4); see TensorFlow's
-``tsl/lib/io/record_writer.h``. TensorFlow's reader reads all records once and checks both CRCs. The index stores zlib's
-CRC-32, fast in Python (CRC32C is not exposed), to check later reads.
+A record: length (8 bytes), masked CRC32C (4), data, masked CRC32C (4); see TensorFlow's ``tsl/lib/io/record_writer.h``.
+TensorFlow's reader checks both CRCs once. Later reads are checked by zlib's CRC-32, as Python lacks a fast CRC32C.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Index(NamedTuple):
 
 
 def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
-    """Load the index from a valid cache, or read the files and write the first writable cache, atomically."""
+    """Use a valid cache, or read the files and write the first writable cache."""
     files = tuple(_state_of(path) for path in paths)
     for cache in caches:
         index = _read_cache(cache, files)
@@ -138,10 +137,7 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
 
 
 def scan_file(path: Path, number: int) -> np.ndarray:
-    """Read one file's records.
-
-    A record with damaged data is marked; other damage is an error, since later records cannot be found.
-    """
+    """A record with damaged data is marked; other damage is an error, since later records cannot be found."""
     records = _read_records(path)
     parts: list[np.ndarray] = []
     while some := list(itertools.islice(records, _PARSED_TOGETHER)):
@@ -182,7 +178,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
 
 
 def _length_of_damaged(path: Path, file: int, offset: int, count: int) -> int:
-    """Return a refused record's length if only its data are damaged; else raise DataError."""
+    """Raise DataError unless only the data are damaged."""
     where, num_bytes = _name(path, count, offset), os.fstat(file).st_size
     header = os.pread(file, HEADER_BYTES, offset)
     if len(header) == HEADER_BYTES:

@@ -46,8 +46,6 @@ def require_script(words: Sequence[str]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of one command's options; errors raise UsageError."""
-
     def __init__(self, prog: str, **texts: str) -> None:
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, formatter_class=raw, allow_abbrev=False, **texts)  # type: ignore[arg-type]

@@ -75,7 +75,6 @@ def run_guarded(work: Callable[[], int]) -> int:
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """For instance SIGHUP under ``nohup``."""
     return signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -92,7 +91,7 @@ def _end_now() -> NoReturn:
 
 
 def find_descendants() -> list[int]:
-    """Zombies excluded."""
+    """Exclude zombies."""
     processes = {pid: process for pid in list_processes() if (process := read_process(pid))}
     children: dict[int, list[int]] = {}
     for pid, process in processes.items():

@@ -90,7 +90,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def supervise(
     num_ranks: int, controller: Controller, max_restarts: int, flags: Sequence[str], *, listener: Path
 ) -> int:
-    """Run and restart the group; return the exit code."""
     requests = Requests()
     run: Path | None = None
     num_restarts = last_step = 0

@@ -342,7 +342,6 @@ def _refuse_unknown(defaults: Mapping[str, Any]) -> None:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert settings to plain values for YAML and JSON."""
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value

@@ -26,8 +26,6 @@ Format = Literal["keras", "saved_model"]
 
 
 class Parts(NamedTuple):
-    """Model components defined outside Keras."""
-
     registered: list[str]  # registered with Keras, such as ``ringtrain>MirrorAverage``
     unregistered: list[str]
     has_code: bool  # Lambda function or TFSMLayer, which Keras refuses to load in safe mode
@@ -56,7 +54,6 @@ def export(workload: Workload, config: Config, checkpoint_path: Path, output: Pa
 
 
 def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) -> keras.Model:
-    """Build the workload's model with a checkpoint's values for evaluation."""
     set_up_keras(config)
     missing: DataError | None = None
     try:
@@ -112,7 +109,6 @@ def write_model(model: keras.Model, output: Path, form: Format) -> None:
 
 @contextlib.contextmanager
 def explaining_keras(form: Format) -> Iterator[None]:
-    """Turn exceptions from saving a user-defined layer into UsageError."""
     try:
         yield
     except OSError:
@@ -135,7 +131,6 @@ def take_name(written: Path, output: Path) -> None:
 
 
 def find_parts(serialized: Mapping[str, Any]) -> Parts:
-    """Search Keras' description of a model (``serialize_keras_object``)."""
     named = list(_named_objects(serialized))
     own = [item for item in named if item.get("registered_name") and not (item["module"] or "").startswith("keras.")]
     # For functions, "config" is the name.

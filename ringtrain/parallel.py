@@ -269,7 +269,6 @@ def _check_words(combine: Any) -> None:
 
 
 def _rules_of(combine: Any, outputs: Any) -> list[str]:
-    """Return the rule of each flat output."""
     if isinstance(combine, str):
         return [combine] * len(tf.nest.flatten(outputs))
     if isinstance(combine, Mapping) and isinstance(outputs, Mapping) and set(combine) == set(outputs):

@@ -210,7 +210,6 @@ def read_state(description: str | None, *, restarts: int) -> JobState | None:
 
 
 def find_failed_rank(output: str) -> FailedRank | None:
-    """Search the output since the job's last start."""
     starts = [match.end() for match in START_LINE.finditer(output)]
     matches = [match for pattern in FAILED if (match := pattern.search(output, starts[-1] if starts else 0))]
     first = min(matches, key=lambda match: match.start(), default=None)
@@ -218,7 +217,6 @@ def find_failed_rank(output: str) -> FailedRank | None:
 
 
 def read_output() -> str:
-    """Return the end of this job's stderr file."""
     try:
         with open_regular(Path(os.readlink("/proc/self/fd/2"))) as file:
             file.seek(-min(TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -228,7 +226,7 @@ def read_output() -> str:
 
 
 def count_restarts(environ: Mapping[str, str]) -> int:
-    """Include earlier job numbers."""
+    """Count those under earlier job numbers too."""
     return sum(int(environ.get(name) or 0) for name in ("SLURM_RESTART_COUNT", RESTARTS_VARIABLE))
 
 

@@ -174,7 +174,6 @@ def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Check the flags before the job waits in the queue."""
     from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # so that help needs no parser
     from ringtrain.commands.parser import parse_arguments
     from ringtrain.commands.preparing import check_settings

@@ -22,7 +22,7 @@ PLAIN_OPTION = re.compile(r"[A-Za-z0-9_.,:%@+=/&|*()\[\]-]+")
 
 
 class Quoted(str):
-    """Text from a filter."""
+    """Text that passed a filter."""
 
 
 def render(request: JobRequest) -> str:

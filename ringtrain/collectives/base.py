@@ -18,8 +18,6 @@ NOT_SCALED = (0, 1.0)
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks, identical on each."""
-
     tensors: list[tf.Tensor]
     # Sums of squares, float64 [len(tensors)], if known. For ``list_types``: finite if all values are, except float64
     # (overflow); zero for integers.

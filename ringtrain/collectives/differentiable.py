@@ -166,7 +166,7 @@ def take_and_spread(
 
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
-    """Also for variable handles."""
+    """Accept tensors and variable handles."""
     dtype = tensor.dtype
     if dtype == tf.resource:
         data = getattr(tensor, "_handle_data", None)

@@ -32,7 +32,7 @@ class GradientSpec(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """Result of a reduction, identical on every rank."""
+    """Sums, identical on every rank."""
 
     gradients: list[tf.Tensor | tf.IndexedSlices]  # sparse ones have unique rows
     is_finite: tf.Tensor  # bool [], for all ranks
@@ -179,7 +179,6 @@ def plan_groups(specs: Sequence[GradientSpec], *, min_group_bytes: int = MIN_GRO
 
 
 def by_type(tensors: Sequence[tf.Tensor], act: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Apply ``act`` to each type's tensors; keep the order."""
     results = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -196,7 +195,6 @@ def gradient_spec(gradient: tf.Tensor | tf.IndexedSlices) -> GradientSpec:
 
 
 def merge_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Sum values of the same row."""
     indices, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)

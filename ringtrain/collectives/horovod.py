@@ -107,7 +107,7 @@ class HorovodCollective(Collective):
 
     @property
     def _has_dynamic_timeline(self) -> bool:
-        """Otherwise Horovod writes the file from start to end."""
+        """False if Horovod writes the file from start to end."""
         return os.environ.get("HOROVOD_TIMELINE") == DYNAMIC_TIMELINE
 
     def close(self) -> None:

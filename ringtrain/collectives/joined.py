@@ -26,7 +26,7 @@ def having_joined(collective: Collective) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """For code that only one rank runs."""
+    """Use for code that only one rank runs."""
     world = World(rank=0, size=1, local_rank=0, local_size=1, node="", launcher="no launcher")
     with having_joined(Solo(world)):
         yield

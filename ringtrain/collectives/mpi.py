@@ -105,7 +105,7 @@ def start_mpi() -> Any:
 
 
 def finalize_mpi() -> None:
-    """Unless Horovod or a user script started it."""
+    """Skip an MPI that Horovod or a user script started."""
     if "MPI" in _started:
         from mpi4py import MPI
 
@@ -196,7 +196,7 @@ def require_size(world: World, who: str, size: int) -> None:
 
 
 def gather_by_mpi(value: Any) -> list[Any]:
-    """JSON values."""
+    """Gather JSON values."""
     joined, counts = _gather_rows(np.frombuffer(json.dumps(value).encode(), np.uint8))
     return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(counts)[:-1])]
 

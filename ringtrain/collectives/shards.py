@@ -83,7 +83,7 @@ class ShardedReduction:
 
     @functools.cached_property
     def groups(self) -> list[list[int]]:
-        """of one type each"""
+        """Gradients of one type each."""
         if not self.leaves_at_once:
             return self.reduction.plan_groups(self.specs)
         return [[i for i, each in enumerate(self.dtypes) if each == dtype] for dtype in dict.fromkeys(self.dtypes)]
@@ -123,7 +123,6 @@ class ShardedReduction:
         return Reduced(mine, tf.equal(checks[1], 0), tf.sqrt(checks[0]), control, summed_state)
 
     def _reduce_scatter(self, group: Sequence[int], gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Pad parts to equal lengths."""
         GradientReduction.calls += 1
         lengths = [sum(of_rank[i].length for i in group) for of_rank in self.pieces]
         flat = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], axis=0)

@@ -84,7 +84,6 @@ def find_options(command: type, group: str = "") -> dict[str, Option]:
 
 
 def read_texts(command: type, group: str = "") -> dict[str, str]:
-    """Parse the docstrings of fields from the source."""
     found: dict[str, str] = {}
     for part in filter(dataclasses.is_dataclass, command.__mro__):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(part))).body

@@ -42,7 +42,6 @@ def parse_arguments(command: type, arguments: Sequence[str], world: World) -> di
 
 
 def parse_mapping(command: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse a mapping, for instance from YAML."""
     reader = _Reader(command)
     for name, value in settings.items():
         reader.take(name, value)
@@ -66,7 +65,6 @@ class _Reader:
                 self.take(key, inner, place=f" in {value}")
 
     def take(self, name: str, value: Any, *, flag: str = "", place: str = "") -> None:
-        """Take a setting, a workload's option, or a group's mapping."""
         parent, _, last = name.partition(".")
         if name in self._options and not self._options[name].is_word:
             self._given[name] = _convert(name, value, self._options[name].hint, place)

@@ -39,7 +39,6 @@ def check_settings(explicit: Mapping[str, Any]) -> Config:
 
 
 def complete(explicit: Mapping[str, Any]) -> tuple[type[Workload], Config]:
-    """Import the workload; return it with the full configuration."""
     workload_class = load_workload(explicit.get("workload", Config.workload))
     return workload_class, make_config(explicit, workload_class.defaults, workload_class.options)
 

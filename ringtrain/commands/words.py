@@ -29,7 +29,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_word(text: str) -> Any:
-    """Raises ValueError."""
+    """Raise ValueError for invalid YAML."""
     try:
         return _Loader(text).get_single_data()
     except (yaml.YAMLError, RecursionError):

@@ -64,7 +64,6 @@ class Contents:
         atexit.register(self._give_up)  # TensorFlow must not shut down while the thread computes
 
     def facts(self) -> dict[str, list[str]]:
-        """Wait for the digests of arrays and files."""
         try:
             return self._facts.result()
         except Exception as error:
@@ -88,7 +87,6 @@ class Contents:
 
 
 def block_size(num_samples: int) -> int:
-    """Samples per block, for at most ``BLOCKS`` blocks."""
     return max(1, -(-num_samples // BLOCKS))
 
 
@@ -167,7 +165,7 @@ def find_other_sums(first: Sequence[Any], second: Sequence[Any], dtype: str) -> 
 
 
 def sample_files(paths: tf.Tensor) -> list[str]:
-    """At most 16 MiB, spread over all files."""
+    """Digest at most 16 MiB, spread over all files."""
     count = min(len(paths), SAMPLED_PIECES)
     with tf.device("CPU"):
         chosen = tf.gather(paths, np.linspace(0, len(paths) - 1, count).astype(np.int64)).numpy()

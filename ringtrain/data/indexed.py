@@ -118,7 +118,7 @@ def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
 
 
 def read_length(samples: Any) -> int:
-    """Raises DataError."""
+    """Raise DataError without a valid length."""
     try:
         return len(samples)
     except (TypeError, ValueError, OverflowError) as error:
@@ -194,8 +194,6 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
 
 
 class IndexedSource:
-    """Map-style source: see ``from_grain``."""
-
     def __init__(self, samples: Any) -> None:
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise DataError(
@@ -221,7 +219,6 @@ class IndexedSource:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the number of samples and some of them."""
         digest = hashlib.sha256(f"{self.num_samples} {self._kinds}".encode())
         for number in sorted({0, self.num_samples // 2, self.num_samples - 1} - {-1}):
             sample = self._read(number)

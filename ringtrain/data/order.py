@@ -20,8 +20,6 @@ PLANNED_SAMPLES = 4096  # of one rank, per call: a call costs as much as thousan
 
 
 class LocalBatch(NamedTuple):
-    """One rank's samples of one step."""
-
     step: int  # from 0
     epoch: int  # from 0
     global_count: int  # samples of all ranks
@@ -30,8 +28,6 @@ class LocalBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Order of samples for training (shuffled) or evaluation (as stored)."""
-
     num_samples: int
     global_batch_size: int  # samples per step, at least 1; an epoch's last step may have fewer
     seed: int = 0
@@ -51,7 +47,6 @@ class SampleOrder:
         return epoch * self.num_samples + step_in_epoch * self.global_batch_size
 
     def global_count(self, step: int) -> int:
-        """Samples of ``step`` over all ranks."""
         return self.samples_before(step + 1) - self.samples_before(step)
 
     def local_batch(self, step: int, *, rank: int, size: int) -> LocalBatch:
@@ -70,7 +65,7 @@ class SampleOrder:
             step = end
 
     def _plan(self, first_step: int, end_step: int, *, rank: int, size: int) -> list[LocalBatch]:
-        """Steps of one epoch."""
+        """Plan steps of one epoch."""
         epoch, first_in_epoch = divmod(first_step, self.steps_per_epoch)
         counts = [self.global_count(step) for step in range(first_step, end_step)]
         starts = [self.global_batch_size * (first_in_epoch + number) for number in range(len(counts))]

@@ -26,8 +26,6 @@ PLANNED_STEPS = 32
 
 
 class Batch(NamedTuple):
-    """A rank's slice of a global batch."""
-
     x: Any  # tensors [n, ...] or structures of them; n may be 0
     y: Any
     indices: Any  # of the samples, int64 [n]
@@ -87,7 +85,6 @@ def local_batches(
 def in_own_threads(
     dataset: tf.data.Dataset, num_threads: int, *, num_ahead: int = PREFETCHED_BATCHES
 ) -> tf.data.Dataset:
-    """Compute a dataset in its own threads."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = num_threads

@@ -31,7 +31,7 @@ class Places:
 
     @property
     def are_kept(self) -> bool:
-        """The same on all ranks."""
+        """The same answer on all ranks."""
         return self._read_state is not None
 
     def note(self, step: int) -> None:
@@ -54,5 +54,4 @@ class Places:
             del self._states[min(self._states)]
 
     def before(self, step: int) -> Place:
-        """Return the last state up to a step."""
         return max(((at, state) for at, state in list(self._states.items()) if at <= step), default=NOWHERE)

@@ -63,8 +63,6 @@ def is_fallible(source: Source) -> TypeGuard[FallibleSource]:
 
 @dataclass(frozen=True, eq=False)
 class ArraySource:
-    """Samples in memory, from ``from_arrays``."""
-
     x: Any
     y: Any
 

@@ -26,7 +26,7 @@ FindBad = Callable[[np.ndarray], list[BadSample]]
 
 
 class Batches:
-    """This rank's batches, with known counts."""
+    """Batches with counts known in advance."""
 
     is_counted = False  # note must be called before the next batch
     next_local_count = 0  # this rank's samples of the next step
@@ -149,7 +149,6 @@ class CountedBatches(Batches):
         return super().is_last(step) or not self._global_count
 
     def _look_ahead(self, step: int) -> None:
-        """Read this rank's batch of a step, if any."""
         if self._upcoming is None and step < self._end_step:
             with contextlib.suppress(StopIteration):
                 self._upcoming = self._next_of(self._remaining, step)
@@ -182,7 +181,7 @@ def name_bad(numbers: np.ndarray, find_bad: FindBad) -> list[BadSample]:
 
 
 def explain_bad(source: Source, order: SampleOrder, world: World, error: Exception, step: int) -> Exception:
-    """``step`` from 0."""
+    """Convert an error of ``step``, from 0."""
     indices = order.local_batch(step, rank=world.rank, size=world.size).indices
     bad = source.find_bad(indices) if is_fallible(source) else []
     if bad:

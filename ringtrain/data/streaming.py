@@ -171,7 +171,7 @@ def _pass_of(order: SampleOrder, world: World, epoch: int) -> Pass:
 def _open_steps(
     feed: Feed, order: StreamingOrder, world: World, places: Places, place: Place, *, first_step: int, end_step: int
 ) -> Iterator[tuple[int, Any, Any]]:
-    """Skips steps without data at the end of a pass."""
+    """Yield (step, x, y), without steps that lack data."""
     step, (known_step, state) = first_step, place
     while step < end_step:
         epoch, skip = divmod(step, feed.steps_per_epoch) if feed.steps_per_epoch else (0, step)

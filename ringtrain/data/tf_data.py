@@ -24,8 +24,6 @@ FAILS_IF_STATEFUL = 2  # tf.data's policy: no state for pipelines with stateful 
 
 
 class Current:
-    """The latest iterator."""
-
     def __init__(self) -> None:
         self._iterator: Any = None
         self._is_short = False
@@ -69,7 +67,7 @@ class Current:
         return batches
 
     def read_state(self) -> bytes:
-        """Empty if unsupported or too large for the memory."""
+        """Return an empty state if unsupported or too large for the memory."""
         return read_iterator_state(self._iterator) if self._is_short else b""
 
 
@@ -94,13 +92,12 @@ def without_tuner(dataset: Any, state: bytes = b"") -> Any:
 
 
 def tunes_reads(dataset: tf.data.Dataset) -> bool:
-    """True if tf.data tunes the number of parallel reads."""
     calls = getattr(dataset, "_num_parallel_calls", None) if hasattr(dataset, "_cycle_length") else None
     return (calls is not None and int(calls) < 0) or any(map(tunes_reads, dataset._inputs()))
 
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:
-    """Infinite if unbounded."""
+    """Return infinity if unbounded."""
     inputs = dataset._inputs()
     if getattr(dataset, "_filename", None) is not None and not dataset._filename.numpy():
         return math.inf  # an in-memory cache is part of the state
@@ -117,7 +114,7 @@ def buffered_bytes(dataset: tf.data.Dataset) -> float:
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
-    """In-memory data, such as file names, limit the size."""
+    """Return the largest size, at most that of in-memory data such as file names."""
     import tensorflow as tf
 
     of_one, rows = 0.0, _batch_size(dataset)
@@ -134,7 +131,7 @@ def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
 
 
 def _batch_size(dataset: tf.data.Dataset) -> float:
-    """For the last ``batch()``, which shapes lack. Infinite without one."""
+    """Use the last ``batch()``, which shapes lack; infinity without one."""
     if (size := getattr(dataset, "_batch_size", None)) is not None:
         return int(size)
     return max(map(_batch_size, dataset._inputs()), default=math.inf)
@@ -155,7 +152,7 @@ def read_iterator_state(iterator: Any) -> bytes:
 
 
 def set_iterator_state(iterator: Any, state: bytes) -> None:
-    """Raises AttributeError or OpError if incompatible."""
+    """Raise AttributeError or OpError if incompatible."""
     import tensorflow as tf
 
     serialized = tf.io.parse_tensor(state[1:], tf.variant)
@@ -202,8 +199,6 @@ def from_dataset(
 
 
 class _OneDataset:
-    """Passes of a dataset that all ranks read."""
-
     def __init__(self, dataset: tf.data.Dataset, steps_per_epoch: int | None) -> None:
         self.current = Current()
         self._dataset, self._steps_per_epoch = dataset, steps_per_epoch or 0
@@ -245,12 +240,11 @@ def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int
 
 
 def _cardinality(dataset: Any) -> int:
-    """Negative if unknown or infinite. Other objects are reported later."""
+    """Return a negative number if unknown or infinite. Other objects are reported later."""
     return int(dataset.cardinality()) if hasattr(dataset, "cardinality") else 0
 
 
 def _count(batches: tf.data.Dataset) -> int | None:
-    """None if unknown or infinite."""
     count = int(batches.cardinality())
     return count if count >= 0 else None
 

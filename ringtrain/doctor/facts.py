@@ -13,8 +13,6 @@ from ringtrain.runtime.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Packages loaded in a child process."""
-
     python: str  # such as ``3.11.2``
     executable: str
     optimize: int = 0  # ``-O`` level
@@ -53,8 +51,6 @@ class Hardware(Machine):
 
 @dataclass(frozen=True, kw_only=True)
 class Launchers:
-    """Paths and versions of launchers in ``PATH``."""
-
     horovodrun: str | None = None
     mpirun: str | None = None
     mpirun_version: str | None = None  # such as ``Open MPI 4.1.4``
@@ -79,8 +75,6 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce:
-    """Timed all-reduces, long and short."""
-
     description: str  # backend
     payload_bytes: int  # per rank
     seconds: float
@@ -90,7 +84,6 @@ class AllReduce:
 
 
 def facts_from_plain(values: Mapping[str, Any]) -> Facts:
-    """Convert from JSON."""
     parts = {"world": World, "stack": Stack, "hardware": Hardware, "launchers": Launchers}
     made = {name: kind(**as_tuples(values[name])) for name, kind in parts.items()}
     gpus = made["hardware"].gpus

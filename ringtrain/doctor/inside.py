@@ -72,13 +72,12 @@ STEPS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def loaded_mpi_libraries() -> list[str]:
-    """Open MPI's and Intel's, MPICH's, Cray's."""
+    """Find Open MPI's, Intel's, MPICH's and Cray's."""
     mapped = re.findall(r"(/\S*/libmpi(?:ch|_cray|_gnu_\w+)?\.so\S*)", Path("/proc/self/maps").read_text())
     return list(dict.fromkeys(os.path.realpath(path) for path in mapped))
 
 
 def describe_mpi(text: str) -> str | None:
-    """Parse an MPI library's or mpirun's version text."""
     openmpi = re.search(r"Open MPI\W+v?([\d.]+\d)", text)
     if openmpi or "Open MPI" in text or "OpenRTE" in text:
         return f"Open MPI {openmpi[1]}" if openmpi else "Open MPI"

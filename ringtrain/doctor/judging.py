@@ -282,7 +282,6 @@ CHECKS: Mapping[str, Callable[[Facts], Finding]] = {
 
 
 def can_join(facts: Facts) -> bool:
-    """True if this process can communicate."""
     has_horovod = "horovod" in facts.stack.versions
     uses_mpi = facts.world.launcher != GLOO_LAUNCHER and (not has_horovod or "mpi" in facts.stack.horovod_parts)
     needed = ["tensorflow", *(["horovod"] if has_horovod else []), *(["mpi4py"] if uses_mpi else [])]
@@ -290,7 +289,7 @@ def can_join(facts: Facts) -> bool:
 
 
 def is_within(version: str, bounds: tuple[tuple[int, int], tuple[int, int]]) -> bool:
-    """The upper bound is excluded."""
+    """Exclude the upper bound."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return bool(match) and bounds[0] <= (int(match[1]), int(match[2])) < bounds[1]  # type: ignore[index]
 
@@ -318,7 +317,6 @@ def _is_unfit(stack: Stack, package: str) -> bool:
 
 
 def find_missing(stack: Stack, package: str, remedy: str = SETUP) -> Finding | None:
-    """None if the package loads."""
     version, failure = stack.versions.get(package), stack.failures.get(package)
     if version is None:
         return Finding("broken", "not installed", remedy)

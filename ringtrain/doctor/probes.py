@@ -80,7 +80,6 @@ def find_refusals(environ: Mapping[str, str]) -> list[str]:
 
 
 def require_module(name: str) -> None:
-    """Raise UsageError unless importable."""
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -112,7 +111,6 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
 
 
 def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return what was found, and reasons of failures."""
     reader, writer = os.pipe()  # closed when this process exits
     child = subprocess.Popen(
         command, stdin=reader, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -200,7 +198,6 @@ def look_at_launchers(environ: Mapping[str, str]) -> Launchers:
 
 
 def _horovod_built_for() -> str | None:
-    """Read Horovod's build metadata."""
     spec = importlib.util.find_spec("horovod")
     for directory in (spec and spec.submodule_search_locations) or ():
         with contextlib.suppress(OSError, ValueError):

@@ -11,7 +11,6 @@ from ringtrain.messages.ranks import name_ranks
 
 
 def judge_ranks(ranks: Sequence[Facts], all_reduce: AllReduce | None) -> list[Finding]:
-    """Combine rank 0's findings, others' problems, differences and the all-reduce."""
     return [
         *judge(ranks[0]),
         *judge_others(ranks),
@@ -68,7 +67,6 @@ def versions_of(facts: Facts) -> dict[str, str]:
 
 
 def plan_rows(ranks: Sequence[Facts]) -> list[Finding]:
-    """Devices, one row per node."""
     plans: dict[str, list[str]] = {}
     for facts in ranks:
         plans.setdefault(facts.world.node, []).append(f"rank {facts.world.rank}: {facts.device or 'no device'}")

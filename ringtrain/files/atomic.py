@@ -42,7 +42,7 @@ def require_regular(target: Path) -> None:
 
 
 def replace_text(target: Path, text: str, *, may_write: Callable[[], None] = lambda: None) -> None:
-    """UTF-8; surrogates become ``?``."""
+    """Encode as UTF-8; surrogates become ``?``."""
     with replacing(target, may_write=may_write) as file:
         file.write(text.encode("utf-8", errors="replace"))
 

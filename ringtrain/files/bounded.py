@@ -50,7 +50,7 @@ def open_directory(path: Path) -> Iterator[int]:
 
 
 def make_directory(path: Path) -> None:
-    """Links, and a missing parent, raise OSError."""
+    """Raise OSError for links or a missing parent."""
     with _explaining_links(path):
         path.mkdir(exist_ok=True)
     with open_directory(path):
@@ -68,7 +68,7 @@ def _explaining_links(path: Path) -> Iterator[None]:
 
 
 def read_bounded(path: Path, max_bytes: int, *, follows_links: bool = False) -> bytes:
-    """Raises OSError as ``open_descriptor``, or if the file is larger."""
+    """Raise OSError if larger, or as ``open_descriptor``."""
     with open_regular(path, follows_links=follows_links) as file:
         require_at_most(file, max_bytes, path)
         return file.read(max_bytes)
@@ -81,7 +81,7 @@ def require_at_most(file: io.BufferedReader, max_bytes: int, path: Path) -> None
 
 
 def parse_json(data: bytes) -> Any:
-    """Raises ValueError, also for excessive content."""
+    """Raise ValueError, also for excessive content."""
     try:
         value = json.loads(data)
     except RecursionError:

@@ -36,13 +36,11 @@ def describe_defect(error: BaseException) -> str:
 
 
 def describe_failed_import(error: BaseException) -> str:
-    """In one line, without a full stop."""
     return describe_hiding(error) or describe_defect(error).rstrip(".")
 
 
 @contextlib.contextmanager
 def explaining_import(command: str) -> Iterator[None]:
-    """Convert any exception of an import to UsageError."""
     try:
         yield
     except Exception as error:
@@ -53,7 +51,6 @@ def explaining_import(command: str) -> Iterator[None]:
 
 
 def strip_nodes(text: str) -> str:
-    """Remove TensorFlow's operation names."""
     return FUNCTION_NODE.sub("", text)
 
 

@@ -15,7 +15,6 @@ OWN = ("ringtrain", "launch", "benchmarks", "tests")  # checkout directories, al
 
 
 def describe_hiding(error: BaseException) -> str:
-    """Name the shadowing file; empty if none."""
     path = list(map(os.path.abspath, sys.path))
     for file in _list_files(error):
         folder, name = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))

@@ -62,14 +62,12 @@ def shorten(value: Any) -> str:
 
 
 def range_of_steps(name: str, value: str) -> None:
-    """Check for START:STOP."""
     found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", str(value), re.ASCII)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise UsageError(f"{name} is {value!r}; it must be START:STOP, two steps from 1 on, such as 100:110.")
 
 
 def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the user's options into a workload's defaults."""
     merged = dict(declared)
     for name, value in explicit.items():
         if name not in declared:

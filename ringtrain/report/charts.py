@@ -48,7 +48,6 @@ TIMES = {"sec_per_step": "whole step", **STEP_PARTS}
 
 
 def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
-    """Plan charts of losses, metrics, then training."""
     names = dict.fromkeys(name.partition("/")[2] for curves in runs for name in curves)
     if all(_is_same(curves) for curves in runs):
         names.pop("data_loss", None)

@@ -36,8 +36,6 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class Place:
-    """A record with images."""
-
     path: Path
     offset: int
     num_bytes: int
@@ -45,12 +43,11 @@ class Place:
 
 
 def list_event_files(directory: Path) -> list[Path]:
-    """Incomplete files of killed processes are excluded."""
+    """Exclude incomplete files of killed processes."""
     return sorted(path for path in directory.glob("*tfevents*") if not path.name.startswith("."))
 
 
 def read_images(paths: Sequence[Path]) -> dict[str, ImageSet]:
-    """Return images by name, thinned to some steps."""
     places: dict[str, dict[int, Place]] = {}
     for path in paths:
         for name, place in _find_images(path):
@@ -116,7 +113,6 @@ def _read_pngs(place: Place, name: str) -> list[str]:
 
 
 def parse_event(record: bytes) -> Any:
-    """None if invalid."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event  # its own copy, without TensorFlow
 

@@ -164,7 +164,6 @@ def _traces(chart: Chart, runs: Sequence[DrawnRun], place: int) -> Iterator[dict
 
 
 def _outline(x: Numbers, lows: Numbers, highs: Numbers) -> dict[str, Any]:
-    """Areas between lows and highs, one per piece."""
     along: list[float] = []
     up: list[float] = []
     for piece in np.ma.clump_unmasked(np.ma.masked_invalid(lows)):
@@ -193,7 +192,6 @@ def _marks(runs: Sequence[DrawnRun]) -> Iterator[tuple[dict[str, Any], dict[str,
 
 
 def _as_text(text: str) -> str:
-    """Escape HTML for plotly.js."""
     return html.escape(text, quote=False)
 
 

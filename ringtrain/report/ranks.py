@@ -23,7 +23,6 @@ class RanksTable(NamedTuple):
 
 
 def list_ranks(run: RunRecord) -> RanksTable:
-    """Without rows if the events lack ranks."""
     starts = [attempt for attempt in attempts(run.events) if attempt[0]["event"] == "start"]
     first, last = (starts[-1][0], starts[-1][-1]) if starts else ({}, {})
     places, usages = _of_ranks(first), _of_ranks(last if last.get("event") == "end" else {})

@@ -39,7 +39,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Raises UsageError without contents. The run may be active."""
+    """Raise UsageError without contents. The run may be active."""
     try:
         config = read_config(path)
         lines = read_lines(path / METRICS_FILE) if config is not None else ()
@@ -85,7 +85,6 @@ def parse_events(lines: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_newest_facts(checkpoints: Path) -> dict[str, Any]:
-    """Use the latest readable checkpoint."""
     steps: Sequence[int] = ()
     with contextlib.suppress(OSError):
         steps = list_steps(checkpoints)

@@ -27,7 +27,6 @@ class Fact:
 
 
 def describe_run(run: RunRecord, drawn: DrawnRun) -> dict[str, Any]:
-    """Values for the page's template."""
     verdict, status = describe_status(run)
     parts = split_time(run.events)
     command = run.facts.get("command")
@@ -94,7 +93,6 @@ def list_facts(run: RunRecord) -> list[Fact]:
 
 
 def _best_evaluation(run: RunRecord, evaluations: Sequence[Mapping[str, Any]]) -> list[Fact]:
-    """Use the metric of the best checkpoint."""
     metric = str(run.settings.get("best_metric", "loss"))
     scored = [event for event in evaluations if type(event.get(metric)) in (int, float)]
     if not scored:
@@ -113,7 +111,6 @@ _NOT_METRICS = {"event", "step", "epoch", "samples", "seconds", "time", "loss", 
 
 
 def describe_environment(run: RunRecord) -> list[Fact]:
-    """From the last start and the latest checkpoint."""
     starts = run.of_kind("start")
     start = starts[-1] if starts else {}
     facts = [Fact(name, format_value(start[name])) for name in ("launcher", "node") if name in start]

@@ -86,5 +86,4 @@ def _of(events: Events, kind: str) -> list[Mapping[str, Any]]:
 
 
 def _seconds(value: Any) -> float:
-    """0 if missing."""
     return float(value) if type(value) in (int, float) and abs(value) < 1e15 else 0.0

@@ -54,7 +54,7 @@ class Note(NamedTuple):
 
     @property
     def may_hold_lock(self) -> bool:
-        """For example in unpickling, which holds the GIL."""
+        """True if the phase may hold the GIL for long, for example by unpickling."""
         return self.doing in (Phase.JOIN, Phase.PREPARE, Phase.COMPILE)
 
     @property
@@ -93,7 +93,7 @@ def move() -> None:
 
 
 def current() -> tuple[Note, int]:
-    """No progress while both are the same objects."""
+    """Return identical objects while there was no progress."""
     return _note, _last_move
 
 

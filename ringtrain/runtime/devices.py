@@ -64,8 +64,6 @@ class DevicePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """A run's requirements on devices."""
-
     deterministic: bool = False  # two runs of the same size are bit-equal
     hang_timeout: float = 0.0  # of the watchdog, in seconds; 0: no watchdog
     ends_stalls: bool = False  # Horovod stops stalled ranks of a script without a watchdog
@@ -119,14 +117,14 @@ def plan_devices(
 
 
 def adapt_plan(plan: DevicePlan, world: World, environ: Mapping[str, str], needs: Needs) -> DevicePlan:
-    """Apply a user-defined workload's defaults."""
+    """Apply a user-defined workload's defaults, on the same cores."""
     own = {setting.name: setting.value for setting in plan.settings if setting.source == "ringtrain"}
     users = {name: value for name, value in environ.items() if own.get(name) != value}
     return plan_devices(world, plan.machine, users, needs, claim_cores=lambda cores: bool(plan.own_cores))
 
 
 def why_cannot_pin(world: World, machine: Machine) -> str:
-    """Empty if ranks can be pinned, or for one rank."""
+    """Return an empty reason if ranks can be pinned, or for one rank."""
     if world.local_size == 1:
         return ""
     # With a quota, other containers may be pinned to the same cores.
@@ -234,7 +232,6 @@ def apply_plan(plan: DevicePlan) -> None:
 
 
 def set_environment(plan: DevicePlan, before: DevicePlan | None = None) -> None:
-    """Replace the variables of the plan ``before``."""
     for setting in before.settings if before else ():
         if setting.source == "ringtrain" and os.environ.get(setting.name) == setting.value:
             del os.environ[setting.name]
@@ -268,7 +265,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
 
 
 def open_device(device: str, world: World) -> None:
-    """They cannot be changed afterwards."""
+    """Open TensorFlow's devices, which cannot be changed afterwards."""
     import tensorflow as tf
 
     try:
@@ -281,7 +278,7 @@ def open_device(device: str, world: World) -> None:
 
 
 def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
-    """CUDA_VISIBLE_DEVICES may hide GPUs."""
+    """Respect GPUs hidden by CUDA_VISIBLE_DEVICES."""
     import tensorflow as tf
 
     is_hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

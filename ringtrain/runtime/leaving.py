@@ -127,7 +127,6 @@ def _earned_code() -> int:
 
 
 def describe_keepers(children: Sequence[BaseProcess]) -> str:
-    """Describe the threads and children that the interpreter waits for."""
     frames = sys._current_frames()
     keepers = [
         f"the thread {thread.name!r}{_describe_place(frames.get(thread.ident or 0))}"

@@ -30,7 +30,7 @@ def hand_over(name: str, timeout: float) -> None:
 
 
 def find_holders(environ: Mapping[str, str]) -> list[int]:
-    """Return this rank's processes that share its output, without ancestors."""
+    """Exclude ancestors."""
     rank = {f"{name}={environ[name]}" for name in RANK_VARIABLES if name in environ}
     output = set(_output_of(os.getpid()))
     others = set(list_processes()) - {os.getpid(), *find_ancestors()}

@@ -133,7 +133,7 @@ def format_cores(cores: tuple[int, ...]) -> str:
 
 
 def _is_bound_by_launcher(environ: Mapping[str, str], cores: tuple[int, ...]) -> bool:
-    """It reports binding, or may itself use more cores."""
+    """True if the launcher reports binding, or may itself use more cores."""
     if environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
         return True
     if environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map", "rank")):

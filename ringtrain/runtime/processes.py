@@ -45,12 +45,12 @@ def list_processes() -> list[int]:
 
 
 def list_threads() -> set[int]:
-    """Kernel thread ids."""
+    """Return kernel thread ids."""
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def find_ancestors() -> Iterator[int]:
-    """Nearest first."""
+    """Yield the nearest first."""
     pid = os.getppid()
     while pid:
         yield pid
@@ -59,7 +59,7 @@ def find_ancestors() -> Iterator[int]:
 
 
 def read_words(pid: int | None, file: Literal["cmdline", "environ"]) -> list[str]:
-    """Empty if the process has gone or is another user's."""
+    """Return nothing if the process has gone or is another user's."""
     try:
         return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
     except OSError:
@@ -88,7 +88,7 @@ class Lineage:
         self._born = {pid: _read_birth(pid) for pid in line[: max(named, default=0) + 1]}
 
     def find_gone(self) -> int | None:
-        """Return the pid of one that has exited."""
+        """Return the pid of a process that has exited."""
         return next((pid for pid, birth in self._born.items() if birth is None or _read_birth(pid) != birth), None)
 
 
@@ -100,7 +100,7 @@ def is_launcher(words: list[str]) -> bool:
 
 
 def is_named_launcher(words: list[str]) -> bool:
-    """Perhaps after an interpreter's name."""
+    """Accept a name after an interpreter's."""
     return any(os.path.basename(word) in LAUNCHERS for word in words[:2])
 
 

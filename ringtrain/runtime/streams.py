@@ -65,8 +65,6 @@ class LastingFile(io.FileIO):
 
 
 class _LastingText(io.TextIOWrapper):
-    """Stream that survives ``close`` by user code."""
-
     def close(self) -> None:
         self.flush()
 

@@ -24,7 +24,6 @@ class TimeLimit(NamedTuple):
 
 
 def find_limits(max_hours: float | None, environ: Mapping[str, str]) -> list[TimeLimit]:
-    """Find the limits of this start, on rank 0."""
     limits = [TimeLimit(max_hours * 3600, f"--max_hours {max_hours:g}")] if max_hours is not None else []
     end = read_job_end(environ)
     if end is not None:

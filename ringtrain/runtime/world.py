@@ -16,8 +16,6 @@ GLOO_LAUNCHER = "horovodrun --gloo"
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's position in its run, in MPI's words."""
-
     rank: int  # 0 <= rank < size
     size: int
     local_rank: int  # 0 <= local_rank < local_size

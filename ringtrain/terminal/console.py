@@ -62,7 +62,6 @@ class Console:
             self._progress.show(step, [escape(value) for value in values])
 
     def stop_progress(self) -> None:
-        """Keep the bar visible."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

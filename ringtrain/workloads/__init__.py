@@ -61,13 +61,13 @@ def refuse_hiding(file: Path, *, is_new: bool = False) -> None:
 
 
 def is_file_within(spec: str, directory: Path) -> bool:
-    """Follows links."""
+    """Follow links."""
     place, _ = _split(spec)
     return place.endswith(".py") and Path(place).resolve().is_relative_to(directory.resolve())
 
 
 def load_workload(spec: str) -> type[Workload]:
-    """User files may import TensorFlow: pin the devices before."""
+    """Import a class. User files may import TensorFlow: pin the devices before."""
     check_workload_name(spec)
     place, class_name = _split(BUILT_IN.get(spec, spec))
     try:
@@ -93,7 +93,7 @@ def load_workload(spec: str) -> type[Workload]:
 
 
 def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) -> Workload:
-    """``__init__`` can already read the ``options``."""
+    """Set ``options`` before ``__init__``, which can read them."""
     workload = workload_class.__new__(workload_class)
     vars(workload)["options"] = options
     try:
@@ -109,7 +109,6 @@ def create_workload(workload_class: type[Workload], options: Mapping[str, Any]) 
 
 
 def _is_plain(value: Any) -> bool:
-    """True if YAML and JSON can represent the value."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list):
@@ -139,7 +138,7 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 def _workloads_in(module: object) -> list[str]:
-    """Includes imported ones."""
+    """Include imported classes."""
     classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
     return [name for name, value in classes.items() if issubclass(value, Workload) and value is not Workload]
 

@@ -93,7 +93,6 @@ class Cifar10(Workload):
         return augment.per_image_standardization(x), y
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
-        """Model inputs, kernels and activations."""
         import keras
 
         convolutions = ("conv1", "conv2")
@@ -146,7 +145,6 @@ def prepare_for_evaluation(images: np.ndarray) -> np.ndarray:
 
 
 def read_sources(data_dir: Path | None, *, synthetic: bool) -> Sources:
-    """CIFAR-10's uint8 images with labels, or synthetic ones."""
     return Sources(*(from_arrays(*samples) for samples in _read_samples(data_dir, synthetic=synthetic)))
 
 

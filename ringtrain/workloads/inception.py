@@ -117,7 +117,6 @@ class Inception(Workload):
         }
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Random flip, and shift with a black border."""
         from ringtrain.data.augment import random_flip_left_right, random_shift
 
         x = random_flip_left_right(x, keys, draw=0)

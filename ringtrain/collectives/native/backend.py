@@ -159,7 +159,7 @@ def draw_timeline(of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _to_bits(tensor: tf.Tensor) -> tf.Tensor:
-    """Their sum with zeros has the same bits."""
+    """Return integers whose sum with zeros has the same bits."""
     if tensor.dtype == tf.bool:
         return tf.cast(tensor, tf.int32)
     if tensor.dtype.size < 4:

@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def compile_library() -> str | None:
-    """Return the reason of a failure; remove a stale library."""
+    """Return the reason of a failure, after removing a stale library."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     sources = sorted(map(str, HERE.glob("*.cc")))
     aside = LIBRARY.with_suffix(f".{os.getpid()}")
@@ -44,8 +44,6 @@ def compile_library() -> str | None:
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
-    """Without a compiler, other backends are used."""
-
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
@@ -59,7 +57,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
 
 def _platform() -> str:
-    """Oldest sufficient glibc (PEP 600)."""
+    """Return the tag of the oldest sufficient glibc (PEP 600)."""
     versions = re.findall(rb"GLIBC_2\.(\d+)", LIBRARY.read_bytes())
     libc = f"manylinux_2_{max(map(int, versions))}" if versions else "linux"
     return f"{libc}_{platform.machine()}"

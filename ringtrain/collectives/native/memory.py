@@ -37,7 +37,7 @@ def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> Iterat
 
 
 def _open(process: int, number: int, name: str) -> int | None:
-    """None on another machine or in another container."""
+    """Return None on another machine or in another container."""
     path = Path(f"/proc/{process}/fd/{number}")
     with contextlib.suppress(OSError):
         if str(path.readlink()).startswith(f"/memfd:{name}"):

@@ -16,8 +16,6 @@ from ringtrain.errors import DataError
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of decoded samples: one array per tensor."""
-
     num_samples: int
     tensors: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # shape and type per sample, flat
     structure: Any  # (x, y) with any values
@@ -75,7 +73,6 @@ class CachedSource:
         return self._source.find_bad([index for index in map(int, indices) if not self._is_kept[index]])
 
     def _keep(self, indices: tf.Tensor, gather: Any) -> tf.Tensor:
-        """Decode and store missing samples; return the indices."""
         with tf.device("CPU"):
             missing = self._missing(indices)
 

@@ -99,7 +99,7 @@ class CacheFile:
             return False
 
     def is_current(self, source: FallibleSource) -> bool:
-        """A read may have failed once."""
+        """Try corrupt samples again: a read may have failed once."""
         bad = np.flatnonzero(~self.open()[0])
         return len(source.find_bad(bad)) == len(bad)
 
@@ -123,7 +123,6 @@ class CacheFile:
             return filling
 
     def _make_room(self, directory: Path) -> None:
-        """Remove unused files, oldest first, and check the free space."""
         used = {path: path.stat().st_mtime for path in directory.glob(f"*{ENDING}")}
         for path in sorted(used, key=lambda path: used[path]):
             lacks_space = shutil.disk_usage(directory).free < self.num_bytes

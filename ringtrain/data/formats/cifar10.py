@@ -181,7 +181,7 @@ def _download_once(archive: Path, download: Download) -> None:
 
 
 class _DownloadError(Exception):
-    """Wrong answer of the server."""
+    """Unexpected answer of the server."""
 
 
 @contextlib.contextmanager

@@ -92,7 +92,6 @@ def _check_destination(source: Path, destination: Path) -> None:
 
 
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:
-    """Return class names and splits."""
     if not source.is_dir():
         raise file_error(f"source {source} is no directory that can be read. Check the path.")
     is_cifar10 = any((source / name).exists() for name in (FOLDER_NAME, ARCHIVE_NAME, *FILES))

@@ -50,7 +50,7 @@ class ImageFolderSource:
         return len(self.class_names)
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Fails if a sample is corrupt; see ``find_bad``."""
+        """Fail if a sample is corrupt; see ``find_bad``."""
         _, x, y = self._collect(indices, skips_bad=False)
         return x, y
 
@@ -203,7 +203,7 @@ _REMEDY = "Move what does not belong there to another place; names that begin wi
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    """Hidden entries excluded, sorted."""
+    """Return visible entries, sorted."""
     with reading(folder, what="the folder"), os.scandir(folder) as entries:
         return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
@@ -226,7 +226,6 @@ def _check_classes(folder: Path, names: tuple[str, ...], train_names: tuple[str,
 
 
 def _read_headers(paths: Sequence[str]) -> list[ImageHeader | str]:
-    """Return headers, or reasons of failure."""
     tasks = [paths[first : first + _HEADERS_PER_TASK] for first in range(0, len(paths), _HEADERS_PER_TASK)]
     with ThreadPoolExecutor(IO_THREADS) as threads:
         return list(itertools.chain(*threads.map(lambda task: list(map(_read_header, task)), tasks)))

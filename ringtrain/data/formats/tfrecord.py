@@ -90,7 +90,6 @@ def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
 
 
 def read_class_names(data_dir: Path) -> list[str]:
-    """Empty without ``classes.txt``."""
     try:
         return read_bounded(data_dir / CLASSES_FILE, MAX_CLASSES_BYTES, follows_links=True).decode().splitlines()
     except FileNotFoundError:
@@ -185,7 +184,7 @@ class TFRecordSource:
         self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
 
     def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Fails if a sample is damaged; see ``find_bad``."""
+        """Fail if a sample is damaged; see ``find_bad``."""
         _, x, y = self._collect(indices, skips_bad=False)
         return x, y
 

@@ -118,7 +118,6 @@ def _write_cache(cache: Path, index: Index) -> None:
 
 
 def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
-    """None if the cache is missing, outdated or damaged."""
     header, start = _header(files), len(_MAGIC) + hashlib.sha256().digest_size
     most_records = sum(file.num_bytes for file in files) // (HEADER_BYTES + FOOTER_BYTES)
     try:
@@ -204,8 +203,6 @@ def _describe(
     lengths: Sequence[int],
     records: Sequence[bytes | None],
 ) -> np.ndarray:
-    """``first``: number of the first record."""
-
     def name(place: int) -> str:
         return _name(path, first + place, offsets[place])
 

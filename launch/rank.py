@@ -43,9 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     def tell(**values: Any) -> None:
         os.write(status, (json.dumps({"rank": rank, **values}) + "\n").encode())  # atomic: shorter than PIPE_BUF
 
-    # ``launch local`` signals the rank itself. Signals from a launcher are passed on, except SIGINT: a second one ends
-    # a
-    # rank without saving.
+    # ``launch local`` signals the rank itself. Signals from a launcher are passed on, except SIGINT, a second of which
+    # ends a rank without saving.
     is_ours = command[1:3] == ["-m", "ringtrain"]  # user scripts have their own exit codes
     left = listener / f"rank-{rank}.left"
     left.unlink(missing_ok=True)

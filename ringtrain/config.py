@@ -98,8 +98,8 @@ class OptimizerConfig:
     """decoupled weight decay (Loshchilov and Hutter 2019), and that of lars; 0 is off"""
 
     exclude: str | None = None
-    """words with commas between, such as bias,gamma,beta: weights with one of them in their name have no weight decay,
-    and with lars no learning rate of their own"""
+    """comma-separated words, such as bias,gamma,beta: weights with one of them in their name have no weight decay, and
+    with lars no layer-wise learning rate"""
 
     trust_coefficient: float | None = None
     """a weight's learning rate over the ratio of its norm to its gradient's (lars); by default 0.001"""
@@ -108,7 +108,7 @@ class OptimizerConfig:
     """largest global norm of the reduced gradients; 0 is off"""
 
     ema: float = 0.0
-    """largest decay of the moving average of the weights that is evaluated in their stead, such as 0.9999; 0 is off"""
+    """largest decay of a moving average of the weights, which is evaluated in their place, such as 0.9999; 0 is off"""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
@@ -214,9 +214,9 @@ class Config:
     """checkpoint, or run directory, whose weights a new run starts from"""
 
     backend: Literal["auto", "native", "horovod", "solo"] = "auto"
-    """who carries the reductions: auto is solo without a launcher, else Horovod (MPI if that is not installed), and
-    among the cores of a single node ringtrain itself for what is short, or for all where each rank has one core; native
-    is ringtrain for all sums, also between nodes, and MPI for the rest; horovod is Horovod for everything"""
+    """library of the reductions: auto is solo without a launcher, else Horovod (MPI if it is not installed); on the
+    cores of a single node ringtrain's own shared memory for short sums, or for all sums if each rank has one core;
+    native is ringtrain for all sums, also between nodes, and MPI for the rest; horovod is Horovod for everything"""
 
     compression: Literal["none", "fp16"] = "none"
     """type in which gradients travel"""
@@ -252,7 +252,7 @@ class Config:
     """seconds that threads, child processes and atexit handlers of your code have after the run; 0: any time"""
 
     detached: bool = False
-    """whether the ranks train on where their launcher has been killed; else they save and leave"""
+    """continue to train after the launcher was killed; otherwise the ranks save and exit"""
 
     deterministic: bool = False
     """bit-equal results of two runs of the same size, at some cost in speed"""

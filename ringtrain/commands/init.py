@@ -59,7 +59,7 @@ def write_starting_file(path: Path) -> None:
             os.link(temporary, path)  # fails if it exists
     except FileExistsError:
         raise UsageError(
-            f"{str(path)!r} is there already, and is left as it is. Give another name, or remove it."
+            f"{str(path)!r} exists already, and is not changed. Give another name, or remove it."
         ) from None
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}. Give another path.") from error

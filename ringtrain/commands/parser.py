@@ -163,7 +163,7 @@ def _load_file(file: str) -> Mapping[str, Any]:
         raise UsageError(f"{file} holds no settings: {why}.") from None
     except OSError as error:
         reasons: dict[type[OSError], str] = {
-            FileNotFoundError: "there is no such file. Check the path",
+            FileNotFoundError: "it does not exist. Check the path",
             IsADirectoryError: f"that is a directory. Name a YAML file, such as the {CONFIG_FILE} of a run",
         }
         reason = reasons.get(type(error), f"it cannot be read: {error.strerror}. Check the path")

@@ -34,10 +34,10 @@ GIVE_UP_SECONDS = 5.0
 GOLDEN_RATIO = 0.6180339887498949
 
 ROUNDING = {"float16": 2.0**-7, "bfloat16": 2.0**-4}
-"""What counts as rounding, relative to the values that are added up; of other types:"""
+"""Rounding relative to the summed values; of other types:"""
 COMMON_ROUNDING = 1e-5
 ROUNDING_OF_ALL = 1e-7
-"""The same, relative to most values of an array: what is left of the difference of two that were nearly equal."""
+"""The same, relative to most values of an array: for differences of two nearly equal values."""
 ROUNDING_OF_SUMS = 1e-10
 
 

@@ -159,7 +159,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise UsageError(
-                    f"{type(self).__name__} needs the number of batches of an epoch, which the data do not tell. Pass "
+                    f"{type(self).__name__} needs the number of batches of an epoch, which the data do not show. Pass "
                     "steps_per_epoch."
                 )
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
@@ -195,7 +195,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if not isinstance(optimizer._learning_rate, keras.Variable):
             raise UsageError(
-                f"the optimizer {optimizer.name!r} has a schedule of its own as its learning rate, which "
+                f"the optimizer {optimizer.name!r} has its own schedule as its learning rate, which "
                 f"{type(self).__name__} cannot change. Create the optimizer with a number, or leave the callback out."
             )
         before, now = self._learning_rate(), self.initial_lr * self.multiplier(epoch)

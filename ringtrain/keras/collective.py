@@ -108,7 +108,7 @@ def require_init(what: str) -> None:
     if not hvd.is_initialized():
         raise UsageError(
             f"{what} needs to know the ranks, and {NO_HOROVOD_SIGN}. Call ringtrain.keras.init() first: right after "
-            "the imports, before TensorFlow computes anything. Where ringtrain trains: --backend auto, with Horovod."
+            "the imports, before TensorFlow computes anything. To train a workload: --backend auto, with Horovod."
         )
 
 

@@ -45,7 +45,7 @@ class CompiledStep:
 
 def why_not_compiled(model: Any) -> str:
     if "train_step" in vars(model) or not type(model).train_step.__module__.startswith("keras."):
-        return f"{type(model).__name__} has a train_step of its own, in which ranks may sum"
+        return f"{type(model).__name__} has its own train_step, in which ranks may sum"
     if any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()):
         return "a layer asks the other ranks within its forward pass"
     return ""

@@ -129,6 +129,6 @@ def check_parts(optimizer: Any) -> None:
     if names:
         raise UsageError(
             f"the optimizer {optimizer.name!r} holds optimizers that are distributed by themselves "
-            f"({', '.join(names)}). Distribute it as a whole, and none of its parts: "
+            f"({', '.join(names)}). Distribute it as a whole, not its parts: "
             "hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(...))."
         )

@@ -70,7 +70,7 @@ class Settings:
             return "the optimizer has a process_set"
         if self.groups is not None or self.compression != hvd.Compression.none:
             return "the optimizer has groups, or compresses"
-        return "the optimizer has a device of its own" if self.device_dense or self.device_sparse else ""
+        return "the optimizer has its own device" if self.device_dense or self.device_sparse else ""
 
     def _check_op(self) -> None:
         if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):

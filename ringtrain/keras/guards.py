@@ -51,7 +51,7 @@ def check_distributed(optimizer: Any) -> None:
         return
     raise UsageError(
         f"the optimizer {optimizer.name!r} ({type(optimizer).__name__}) is not distributed: each of the {hvd.size()} "
-        "ranks would train a model of its own. Wrap it before compile() or the first step: "
+        "ranks would train its own model. Wrap it before compile() or the first step: "
         "optimizer = hvd.DistributedOptimizer(optimizer). If each rank is to have its own model, say so: "
         "hvd.PartialDistributedOptimizer(optimizer, local_layers=model.layers, scale_local_gradients=False)."
     )

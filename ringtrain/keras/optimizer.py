@@ -120,7 +120,7 @@ def _check_optimizer(optimizer: Any, backward_passes_per_step: int) -> None:
         )
     if find_distributed(optimizer) is not None:
         raise UsageError(
-            f"the optimizer {optimizer.name!r} is distributed already. Use it as it is: wrapped twice, its gradients "
+            f"the optimizer {optimizer.name!r} is distributed already. Use it unchanged: wrapped twice, its gradients "
             "would be reduced twice."
         )
     check_parts(getattr(optimizer, "inner_optimizer", optimizer))

@@ -176,7 +176,7 @@ class Run(keras.callbacks.Callback):
             )
         if is_elastic():
             raise UsageError(
-                "callbacks.Run keeps a fit() of ranks that stay, and horovodrun has started this one with --min-np or "
+                "callbacks.Run needs a fixed set of ranks, and horovodrun has started this one with --min-np or "
                 "--host-discovery-script. Leave these out, or keep the model by elastic.KerasState."
             )
         if initial_epoch:

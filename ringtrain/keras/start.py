@@ -92,7 +92,7 @@ def _take_devices(world: World) -> None:
         if not _has_begun:
             log.warning(
                 "ringtrain.keras: rank %d called init() when TensorFlow had computed something: devices and threads "
-                "stay as they are. Call it right after the imports. (%s)",
+                "are unchanged. Call it right after the imports. (%s)",
                 world.rank,
                 error,
             )

@@ -52,7 +52,7 @@ def read_run(path: Path) -> RunRecord:
             "runs/digits."
         )
     if not events:
-        why = "none of its lines is an event" if num_unreadable else "it is empty"
+        why = "it contains no event" if num_unreadable else "it is empty"
         raise UsageError(
             f"{str(path / METRICS_FILE)!r} holds nothing to report: {why}. Report a run that has begun, or bring the "
             "file back."

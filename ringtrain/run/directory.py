@@ -181,7 +181,7 @@ def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
 def refuse_taken(output: Path) -> None:
     if output.exists() or output.is_symlink():
         raise UsageError(
-            f"{str(output)!r} is there already, and is left as it is. Give another with --output, or remove it."
+            f"{str(output)!r} exists already, and is not changed. Give another with --output, or remove it."
         )
 
 

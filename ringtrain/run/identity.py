@@ -45,7 +45,7 @@ def require_own(run: Path, path: Path) -> Path:
     if own and theirs and own["id"] != theirs["id"]:
         raise UsageError(
             f"the checkpoint {str(path)!r} is of {describe_identity(theirs)}, and {str(run)!r} is that of "
-            f"{describe_identity(own)}. Put it back into the directory of its own run, and name that."
+            f"{describe_identity(own)}. Put it back into the directory of its run, and name that."
         )
     return path
 

@@ -243,7 +243,7 @@ class Profile(Action):
         else:
             self.act(first)
             return
-        self._session.console.line(f"warning: --profile {self._job.config.profile}: {why}; there is none")
+        self._session.console.line(f"warning: --profile {self._job.config.profile}: {why}; no profile is written")
 
     def close(self, *, on_all: bool = True) -> None:
         """The timeline is written only if all ranks do so (``on_all``)."""

@@ -123,7 +123,7 @@ def warn_of_settings(
     elif step.compiled is not None:
         print_line("XLA compiles each rank's forward and backward pass; sums and update are not compiled.")
     if config.shard_optimizer and step.sharded is None:
-        print_line("warning: --shard_optimizer has no effect: there is one rank, which updates all weights.")
+        print_line("warning: --shard_optimizer has no effect: a single rank updates all weights.")
     if is_parallel and config.accumulate > 1 and workload.needs_every_rank:
         print_line(
             f"warning: --accumulate {config.accumulate}: the loss of {type(workload).__name__} compares the samples of "
@@ -199,7 +199,7 @@ def warn_of_python(find: Callable[[], Sequence[str]], print_line: Callable[[str]
     if tf.config.threading.get_inter_op_parallelism_threads() == 1 and (names := find()):
         print_line(
             f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "
-            "tf.function in that code would wait for ever; if there is one, set TF_NUM_INTEROP_THREADS=2."
+            "tf.function in that code would wait for ever; in that case set TF_NUM_INTEROP_THREADS=2."
         )
 
 

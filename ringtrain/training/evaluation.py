@@ -74,7 +74,7 @@ def evaluate(
     if samples < source.num_samples:
         left_out = name_left_out(source, collective, np.concatenate(read))
     if not samples:
-        raise DataError("none of the samples to evaluate on can be read. Look at the data.", reach="run")
+        raise DataError("no sample to evaluate on can be read. Look at the data.", reach="run")
     return EvalReport(
         samples=int(samples),
         loss=float(data_loss / samples + eval_step.regularization()),

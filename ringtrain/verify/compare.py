@@ -55,7 +55,7 @@ OTHER_SAMPLES = (
 PARTS = ("-perturbed", "-beginning")  # suffixes of partial records
 NEVER_COMPARED = (
     "the speed, and what other devices, their libraries and their compilers (XLA) round",
-    "checkpoints, resume and what callbacks, summaries and generators of your own do",
+    "checkpoints, resume and what your own callbacks, summaries and generators do",
 )
 
 Record = Mapping[str, npt.NDArray]

@@ -161,8 +161,8 @@ def create_recorded_job(
     order = job.plan.order
     if isinstance(order, StreamingOrder) and not order.is_shared:
         raise UsageError(
-            "each rank of this workload is fed its own samples, so other world sizes train other batches: there is "
-            "nothing to compare. To verify it, give the same samples by number (from_arrays, "
+            "each rank of this workload is fed its own samples, so other world sizes train other batches: nothing "
+            "can be compared. To verify it, give the same samples by number (from_arrays, "
             "from_grain, or a Source of your own), or one dataset for all (from_dataset)."
         )
     if not collective.world.is_rank0:
@@ -312,7 +312,7 @@ def call_without_training(layer: keras.layers.Layer) -> None:
     if "training" not in signature.parameters:
         raise UsageError(
             f"the layer {layer.name!r} ({type(layer).__name__}) draws random numbers in every call, so other world "
-            "sizes train other things: there is nothing to compare. Give its call() a `training` argument, and let it "
+            "sizes train other things: nothing can be compared. Give its call() a `training` argument, and let it "
             "draw only where that is true."
         )
 

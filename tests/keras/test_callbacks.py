@@ -169,7 +169,7 @@ def test_a_schedule_needs_an_optimizer_without_one() -> None:
     model.compile(keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10), name="own"), "mse")
     callback = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)
     callback.set_model(model)
-    with pytest.raises(UsageError, match="'own' has a schedule of its own"):
+    with pytest.raises(UsageError, match="'own' has its own schedule"):
         callback.on_train_batch_begin(0)
     smooth = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, staircase=False)
     smooth.set_params({"steps": None})

@@ -47,7 +47,7 @@ def test_a_script_starts_well_and_does_not_train_apart(tmp_path: Path) -> None:
     for rank in range(2):
         # 2 threads if another run held the cores when this one started: then its ranks are not pinned
         assert re.search(f"rank {rank} of 2: cycle 2 ms, [12] threads", run.stdout)
-    assert "is not distributed: each of the 2 ranks would train a model of its own" in run.stderr
+    assert "is not distributed: each of the 2 ranks would train its own model" in run.stderr
 
 
 STALLED = """

@@ -60,7 +60,7 @@ def make_damaged(path: Path, kind: str) -> Path:
         ("damaged config", "config.yaml' is damaged"),
         ("no events", "cannot be read: No such file"),
         ("empty events", "holds nothing to report: it is empty"),
-        ("damaged events", "holds nothing to report: none of its lines is an event"),
+        ("damaged events", "holds nothing to report: it contains no event"),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_line(

@@ -58,7 +58,7 @@ WRONG = [
     (["init"], ["file"]),
     (["workloads", "--verbose"], ["there is no flag --verbose"]),
     (["--data_dir", "/no/such/place"], ["data_dir '/no/such/place' is no directory"]),
-    (["--config", "missing.yaml"], ["config is 'missing.yaml', and there is no such file. Check the path."]),
+    (["--config", "missing.yaml"], ["config is 'missing.yaml', and it does not exist. Check the path."]),
     (["--config", ""], ["config is ''; give it a value, or leave it out"]),
     (["--config=", "--epochs", "3"], ["config is ''"]),
     (["--config"], ["config"]),
@@ -288,5 +288,5 @@ def test_a_workload_to_begin_with_is_written_once(capsys: pytest.CaptureFixture[
     assert "--workload moons.py" in capsys.readouterr().out.splitlines()[-1]
     (tmp_path / "moons.py").write_text("# mine by now\n")
     assert main(["init", "moons.py"]) == 2
-    assert "'moons.py' is there already, and is left as it is." in capsys.readouterr().err
+    assert "'moons.py' exists already, and is not changed." in capsys.readouterr().err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("moons.py", "# mine by now\n")]

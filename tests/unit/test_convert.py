@@ -114,7 +114,7 @@ def test_what_is_there_is_not_touched(cifar10: Path, tmp_path: Path, make: Calla
     make(tmp_path / "made")
     with pytest.raises(UsageError, match=f"{said}; name a directory that does not exist yet"):
         convert(cifar10, tmp_path / "made")
-    with pytest.raises(UsageError, match="lies in the source"):
+    with pytest.raises(UsageError, match="is within the source"):
         convert(cifar10, cifar10 / "made")
 
 
@@ -135,7 +135,7 @@ def test_a_destination_that_cannot_be_made_is_named(cifar10: Path, tmp_path: Pat
 def test_a_source_of_neither_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is neither an image folder.* nor a place of CIFAR-10.*--kind"):
         convert(tmp_path, tmp_path.with_name("made"))
-    with pytest.raises(DataError, match=r"there is no folder .*train"):
+    with pytest.raises(DataError, match=r"the folder .*train does not exist"):
         convert(tmp_path, tmp_path.with_name("made"), kind="image_folder")
 
 

@@ -193,7 +193,10 @@ def write_all(folder: Path, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda folder: (folder / "train").rename(folder / "training"), r"there is no folder .*/train;.*--data_dir"),
+        (
+            lambda folder: (folder / "train").rename(folder / "training"),
+            r"the folder .*/train does not exist;.*--data_dir",
+        ),
         (lambda folder: remove_classes(folder / "train"), r"/train holds no class"),
         (lambda folder: (folder / "train/empty").mkdir(), r"/train/empty holds no image; .*remove the folder"),
         (lambda folder: write(folder / "train/hidden/.a.png", make_image()), r"/train/hidden holds no image"),

@@ -106,7 +106,7 @@ def test_what_is_exported_predicts_as_what_was_evaluated(
     assert json.loads(loaded.stdout) == pytest.approx(loss, rel=1e-5)
 
     again = run_ringtrain(arguments, env=env)
-    assert (again.rc, "is there already, and is left as it is" in again.stderr) == (2, True)
+    assert (again.rc, "exists already, and is not changed" in again.stderr) == (2, True)
     variables = tmp_path / f"run/checkpoints/step-{step:09d}/variables.bin"
     variables.write_bytes(variables.read_bytes()[:-4] + b"none")
     other = tmp_path / ("other.keras" if form == "keras" else "other")

@@ -274,6 +274,6 @@ def test_a_run_says_that_it_compiles(run_ringtrain: RunRingtrain, tmp_path: Path
     finished = run_ringtrain(flags)
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert "XLA compiles each rank's forward and backward pass; sums and update are not compiled." in finished.stdout
-    assert "warning: --shard_optimizer has no effect: there is one rank, which updates all weights." in finished.stdout
+    assert "warning: --shard_optimizer has no effect: a single rank updates all weights." in finished.stdout
     start = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert start["jit_compile"] is True

@@ -68,7 +68,10 @@ def test_some_steps_are_profiled_and_their_communication_is_drawn(run_ringtrain:
 
 @pytest.mark.slow
 def test_steps_that_are_done_are_not_profiled(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
-    for steps, profile, expected in (("12", "3:5", ""), ("14", "1:2", "step 12 is done already; there is none")):
+    for steps, profile, expected in (
+        ("12", "3:5", ""),
+        ("14", "1:2", "step 12 is done already; no profile is written"),
+    ):
         finished = run_ringtrain([*FLAGS, "--profile", profile, "--steps", steps, "--out", str(tmp_path)])
         assert expected in finished.stdout
 
@@ -105,5 +108,5 @@ def test_one_process_profiles_what_it_trains(
     if expected:
         assert read_steps(out / "profile") == expected
     else:
-        assert "warning: --profile 13:14: the run ends with step 12; there is none" in finished.stdout
+        assert "warning: --profile 13:14: the run ends with step 12; no profile is written" in finished.stdout
         assert not (out / "profile").exists()

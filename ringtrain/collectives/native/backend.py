@@ -208,7 +208,7 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
         processes = [process for *_, process, _ in of_node]
         patience = library.Patience(0.0 if is_shared else SPIN_SECONDS, stall_seconds)
         group = library.join(descriptor, world.local_rank, processes, patience, nodes)
-    if reason := first_reason(None if group >= 0 else "there is no memory for what the ranks of a node share"):
+    if reason := first_reason(None if group >= 0 else "no shared memory for the ranks of a node"):
         return reason
     has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)
     assert operations is not None

@@ -175,7 +175,7 @@ def _download_once(archive: Path, download: Download) -> None:
     except (OSError, http.client.HTTPException, _DownloadError) as error:
         raise file_error(
             f"CIFAR-10 is not in {archive.parent}, and could not be downloaded: {error or type(error).__name__}. Fetch "
-            f"{download.url} where there is a network, and put it there as {ARCHIVE_NAME}, or name its place with "
+            f"{download.url} on a machine with a network, and store it there as {ARCHIVE_NAME}, or name it with "
             "--data_dir."
         ) from error
 

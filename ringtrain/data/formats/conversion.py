@@ -23,7 +23,7 @@ from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
 
 SHARD_BYTES = 128 << 20
-"""About how large a file becomes where the user names no number of them."""
+"""Approximate file size unless the user sets the number of files."""
 
 
 class Split(NamedTuple):
@@ -88,7 +88,7 @@ def _check_destination(source: Path, destination: Path) -> None:
         what = "is not empty" if destination.is_dir() else "is a file"
         raise UsageError(f"destination {destination} {what}; name a directory that does not exist yet.")
     if source.resolve() == destination.resolve() or source.resolve() in destination.resolve().parents:
-        raise UsageError(f"destination {destination} lies in the source {source}; name a place outside of it.")
+        raise UsageError(f"destination {destination} is within the source {source}; name one outside of it.")
 
 
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:

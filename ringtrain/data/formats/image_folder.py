@@ -163,8 +163,8 @@ def _fingerprint(data_dir: Path, files: Iterable[_File], class_names: Sequence[s
 def _list_part(folder: Path) -> _Listing:
     if not os.path.isdir(folder):
         raise file_error(
-            f"there is no folder {folder}; an image folder has one folder for each class in it, as {folder}/cat/1.jpg. "
-            "Put it there, or name another place with --data_dir."
+            f"the folder {folder} does not exist; an image folder contains one folder per class, as "
+            f"{folder}/cat/1.jpg. Create it, or set another one with --data_dir."
         )
     entries = _scan(folder)
     others = [entry.name for entry in entries if not entry.is_dir()]

@@ -152,7 +152,7 @@ def test_eval_and_export_take_the_runs_own_checkpoints(config: Config, tmp_path:
     with pytest.raises(UsageError) as raised:
         require_own(run, path)
     assert f"{str(path)!r} is of {describe_identity(read_identity(other))}" in str(raised.value)
-    with pytest.raises(UsageError, match=r"is of run .* Put it back into the directory of its own run"):
+    with pytest.raises(UsageError, match=r"is of run .* Put it back into the directory of its run"):
         export.main([str(run), "--checkpoint", step_name(6)], read_world({}))
 
 

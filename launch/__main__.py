@@ -2,7 +2,7 @@
 
 import sys
 
-from ringtrain.runtime.streams import keep_streams
+from ringtrain.runtime.stdio import keep_streams
 
 from .cli import main
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ringtrain.errors import EXIT_CODES, HangError, PreemptedError
 from ringtrain.guard.lost import LostRanksError
-from ringtrain.runtime.launched import EndTold
+from ringtrain.runtime.run_record import EndRecord
 
 from .family import name_signal
 from .group import GroupEnd, RankEnd
@@ -29,7 +29,7 @@ def is_final(exit_code: int) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     group: GroupEnd
-    end: EndTold | None
+    end: EndRecord | None
     run: Path | None
     first_step: int  # of the latest checkpoint before the start
     last_step: int  # after the start
@@ -49,7 +49,7 @@ class Attempt:
         return self.end is None and not self.is_cut_short and (is_signal or nothing_started)
 
     @property
-    def word(self) -> EndTold | None:
+    def word(self) -> EndRecord | None:
         """The run's end record, except if another rank's failure caused the stop."""
         first = self.group.first_failure
         is_consequence = (

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringtrain.runtime.launched import note_signal
 from ringtrain.runtime.processes import LAUNCHERS
+from ringtrain.runtime.run_record import note_signal
 
 from .family import FORWARDED, die_with_parent, end_descendants, is_ignored, reap, send
 from .lines import LabelledLines, print_line

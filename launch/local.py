@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ringtrain.errors import UsageError
-from ringtrain.runtime.launched import DIRECTORY_VARIABLE, SUPERVISOR_VARIABLE, clear, read_end, read_run
+from ringtrain.runtime.run_record import DIRECTORY_VARIABLE, SUPERVISOR_VARIABLE, clear, read_end, read_run
 from ringtrain.runtime.segments import remove_dead_segments
 
 from . import PACKAGE, PROGRAM

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringtrain.runtime.launched import LEFT_VARIABLE
 from ringtrain.runtime.machine import read_memory_limits
+from ringtrain.runtime.run_record import LEFT_VARIABLE
 from ringtrain.runtime.world import read_world
 
 from .family import die_with_parent, is_ignored, name_signal

@@ -7,17 +7,17 @@ from ringtrain.messages.hiding import refusing_hidden
 
 def main() -> int:
     with refusing_hidden():
-        from ringtrain.runtime.streams import keep_streams
+        from ringtrain.runtime.stdio import keep_streams
 
         keep_streams()
         from ringtrain.cli import main as run_command_line  # not earlier: it would be imported twice
-        from ringtrain.runtime.launched import tell_left
-        from ringtrain.runtime.leaving import note_exit_code, watch_end
+        from ringtrain.runtime.run_record import record_exit
+        from ringtrain.runtime.shutdown import note_exit_code, watch_end
 
     code: object = 1
     try:
         code = run_command_line()
-        tell_left()
+        record_exit()
         return code
     except SystemExit as error:
         code = error.code

@@ -13,7 +13,7 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.defects import explaining_import
 from ringtrain.messages.escaping import escape_message
 from ringtrain.messages.rules import did_you_mean
-from ringtrain.runtime.streams import has_lost_stdout
+from ringtrain.runtime.stdio import has_lost_stdout
 from ringtrain.runtime.world import World, read_world
 from ringtrain.training.ending import report_end
 

@@ -1,8 +1,8 @@
 """``make_parallel``: a function of batched tensors, computed in slices on all ranks, with the whole result on each.
 
 Every rank computes the same loss from the whole result. Inputs pass through ``take``, captured tensors and variables
-through ``spread``, outputs through ``gather`` or ``add`` (collectives/differentiable.py), so that every rank's gradient
-equals that of one process.
+through ``all_reduce_gradient``, outputs through ``gather`` or ``add`` (collectives/differentiable.py), so that every
+rank's gradient equals that of one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensorflow.python.eager.record import should_record_backprop
 from tensorflow.python.ops.resource_variable_ops import variable_accessed
 
 from ringtrain.collectives import Collective, connect
-from ringtrain.collectives.alike import requiring_same_inputs
+from ringtrain.collectives.consistency import requiring_same_inputs
 from ringtrain.collectives.differentiable import Tensors, add, gather, is_differentiable, take_and_spread, unique_name
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import uses_horovod
@@ -231,7 +231,7 @@ def _to_spec(leaf: Any) -> Any:
 
 
 def _prepare(inputs: Tensors, trace: Any, share: _Share, collective: Collective, name: str) -> tuple[Tensors, Tensors]:
-    """Return this rank's slices, and captured tensors; variables as handles, so that ``spread`` precedes all reads."""
+    """Return this rank's slices, and captured tensors; variables as handles, which no operation has read."""
 
     def cut(whole: tf.Tensor) -> tf.Tensor:
         return whole[share.run_start : share.run_end]

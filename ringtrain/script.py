@@ -16,8 +16,8 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
 from ringtrain.messages.rules import merge_options
 from ringtrain.runtime.devices import start_tensorflow
-from ringtrain.runtime.leaving import note_exit_code, watch_end
-from ringtrain.runtime.streams import keep_streams
+from ringtrain.runtime.shutdown import note_exit_code, watch_end
+from ringtrain.runtime.stdio import keep_streams
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
 from ringtrain.training.ending import report_end

@@ -16,7 +16,7 @@ from ringtrain.errors import STATUS_WORDS, PreemptedError, UsageError
 from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import open_regular, read_bounded
 from ringtrain.run.directory import read_config
-from ringtrain.runtime.launched import DIRECTORY_VARIABLE, EndTold, RunTold, clear, read_end, read_run
+from ringtrain.runtime.run_record import DIRECTORY_VARIABLE, EndRecord, StartRecord, clear, read_end, read_run
 
 from .. import PROGRAM
 from ..decision import is_final
@@ -65,8 +65,8 @@ class FailedRank(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     status: int  # of srun or horovodrun
-    end: EndTold | None
-    run: RunTold | None  # None: no run directory was opened
+    end: EndRecord | None
+    run: StartRecord | None  # None: no run directory was opened
     newest_step: int | None  # of the latest checkpoint
     state: JobState | None  # None: no action by Slurm
     failed_rank: FailedRank | None
@@ -298,7 +298,7 @@ def count_requeues() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def begins_anew(run: RunTold | None) -> bool:
+def begins_anew(run: StartRecord | None) -> bool:
     try:
         return run is not None and (read_config(run.path) or {}).get("resume") == "never"
     except UsageError:

@@ -17,7 +17,7 @@ from ringtrain.files.outputs import require_same_kind
 from ringtrain.messages.defects import explaining_import
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.srun import find_mpi
-from ringtrain.runtime.streams import has_lost_stdout
+from ringtrain.runtime.stdio import has_lost_stdout
 
 from .. import PROGRAM
 from ..arguments import Parser, find_command, is_script, require_script, run_command

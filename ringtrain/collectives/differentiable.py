@@ -1,7 +1,7 @@
 """Four differentiable operations between a tensor that all ranks hold (the whole) and a rank's part.
 
     take    whole -> this rank's rows        gather  this rank's rows -> whole, in the order of the ranks
-    spread  whole -> the same, used here     add     this rank's part -> the sum over all ranks
+    all_reduce_gradient  whole -> the same, used here     add     this rank's part -> the sum over all ranks
 
 Those in a row are each other's gradients. A whole's gradient is identical on all ranks, since they compute the same
 loss from it; so a rank takes its rows unscaled, and uses of the same whole add up. Names must be unique in the graph
@@ -21,8 +21,8 @@ from typing import Any
 import tensorflow as tf
 
 from ringtrain.collectives.base import Collective
+from ringtrain.collectives.context import current_collective
 from ringtrain.collectives.gradients import GradientReduction, by_type
-from ringtrain.collectives.joined import ranks_for
 
 Tensors = list[tf.Tensor]
 BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
@@ -48,12 +48,12 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if (calls := _calls.get()) is not None:
         calls.append("all_gather")
-    collective = ranks_for("ringtrain.all_gather")
+    collective = current_collective("ringtrain.all_gather")
     if collective is None:
         return tensor
     name = unique_name("all_gather")
     whole = gather(tensor, collective, name)
-    return spread([whole], collective, f"{name}/used")[0] if is_differentiable(whole) else whole
+    return all_reduce_gradient([whole], collective, f"{name}/used")[0] if is_differentiable(whole) else whole
 
 
 @contextlib.contextmanager
@@ -90,18 +90,20 @@ def gather(part: tf.Tensor, collective: Collective, name: str) -> tf.Tensor:
     def forward(part: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
             name = next(gradient_names)
-            counts = collective.all_gather(hide(tf.shape(part, tf.int64)[:1]), name=f"{name}/rows")  # [size]
+            counts = collective.all_gather(
+                prevent_constant_folding(tf.shape(part, tf.int64)[:1]), name=f"{name}/rows"
+            )  # [size]
             start = tf.reduce_sum(counts[:rank])
             return take(tf.convert_to_tensor(upstream), start, counts[rank], collective, name)
 
-        whole = collective.all_gather(hide(part), name=name)
+        whole = collective.all_gather(prevent_constant_folding(part), name=name)
         shape = [None, *part.shape[1:]] if part.shape.rank is not None else None
         return tf.ensure_shape(whole, shape), gradient
 
     return tf.custom_gradient(forward)(part) if is_differentiable(part) else forward(part)[0]
 
 
-def spread(tensors: Tensors, collective: Collective, name: str) -> Tensors:
+def all_reduce_gradient(tensors: Tensors, collective: Collective, name: str) -> Tensors:
     """Sum the gradients of values (tensors or variable handles) that are equal on all ranks."""
 
     gradient_names = _names_of_gradients(name)
@@ -121,9 +123,13 @@ def add(parts: Tensors, collective: Collective, name: str) -> Tensors:
         gradient_names = _names_of_gradients(group_name)
 
         def gradient(*upstream: Any) -> Tensors:
-            return spread([tf.convert_to_tensor(whole) for whole in upstream], collective, next(gradient_names))
+            return all_reduce_gradient(
+                [tf.convert_to_tensor(whole) for whole in upstream], collective, next(gradient_names)
+            )
 
-        return collective.all_reduce([hide(part) for part in parts], name=group_name).tensors, gradient
+        return collective.all_reduce(
+            [prevent_constant_folding(part) for part in parts], name=group_name
+        ).tensors, gradient
 
     def sum_group(group: Tensors) -> Tensors:
         return tf.nest.flatten(
@@ -141,7 +147,7 @@ def take_and_spread(
     collective: Collective,
     name: str,
 ) -> tuple[Tensors, Tensors]:
-    """Combine ``take`` and ``spread`` in one operation, since TensorFlow's order of several gradients differs between
+    """Combine ``take`` and ``all_reduce_gradient``: TensorFlow's order of several gradients differs between
     ranks.
 
     ``cut`` returns [n, ...]: this rank's ``rows``, then possibly others to drop.
@@ -197,7 +203,7 @@ def _names_of_gradients(name: str) -> Iterator[str]:
     return (f"{name}/gradient_{number}" for number in itertools.count(1))
 
 
-def hide(tensor: tf.Tensor) -> tf.Tensor:
+def prevent_constant_folding(tensor: tf.Tensor) -> tf.Tensor:
     """Prevent constant folding, without a copy.
 
     Horovod's operations are not stateful: one with a constant input would run only in graph optimization, and other

@@ -63,8 +63,8 @@ class GradientReduction:
 
         ``control`` and ``state`` are summed without a finite check.
         """
-        if control is not None and self.leaves_at_once([gradient_spec(each) for each in (*gradients, control)]):
-            return self.sum_at_once(gradients, control, state)
+        if control is not None and self.is_single_message([gradient_spec(each) for each in (*gradients, control)]):
+            return self.all_reduce_fused(gradients, control, state)
         summed_state = self.sum_state(state)
         if control is not None:  # overlaps the backward pass
             [control] = self.collective.all_reduce([control], name="control").tensors
@@ -86,7 +86,9 @@ class GradientReduction:
                     sums[index] = total
         return sums
 
-    def sum_at_once(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor]) -> Reduced:
+    def all_reduce_fused(
+        self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor]
+    ) -> Reduced:
         """Sum a list, or one vector if the backend is faster with it."""
         GradientReduction.calls += 1
         name, num = f"{self.name}/0", len(gradients)
@@ -113,15 +115,15 @@ class GradientReduction:
 
         return by_type(state, sum_group)
 
-    def may_sum_alone(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
+    def can_use_single_all_reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> bool:
         specs = [gradient_spec(gradient) for gradient in gradients]
-        return {spec.dtype for spec in specs} <= set(self.collective.list_types) and self.leaves_at_once(specs)
+        return {spec.dtype for spec in specs} <= set(self.collective.list_types) and self.is_single_message(specs)
 
-    def sum_alone(self, gradients: Sequence[tf.Tensor], *, scaled: tuple[int, float]) -> list[tf.Tensor]:
+    def single_all_reduce(self, gradients: Sequence[tf.Tensor], *, scaled: tuple[int, float]) -> list[tf.Tensor]:
         GradientReduction.calls += 1
         return self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True, scaled=scaled).tensors
 
-    def leaves_at_once(self, specs: Sequence[GradientSpec]) -> bool:
+    def is_single_message(self, specs: Sequence[GradientSpec]) -> bool:
         """True if all are summed together, unpacked."""
         if self.groups is not None or self.compression != "none" or any(spec.is_sparse for spec in specs):
             return False

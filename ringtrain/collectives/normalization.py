@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives.base import Collective
+from ringtrain.collectives.context import current_collective
 from ringtrain.collectives.differentiable import unique_name
-from ringtrain.collectives.joined import ranks_for
 from ringtrain.errors import UsageError
 
 
@@ -32,7 +32,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Return [channels], [channels]."""
-        collective = ranks_for(f"the layer {self.name!r}")
+        collective = current_collective(f"the layer {self.name!r}")
         weights = tf.ones([], inputs.dtype) if mask is None else _broadcast_mask(mask, inputs)
         count, mean, variance = global_moments(inputs, weights, self._reduction_axes, collective)
         has_samples = count > 0  # else keep the moving statistics

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from ringtrain.collectives.differentiable import hide
+from ringtrain.collectives.differentiable import prevent_constant_folding
 from ringtrain.collectives.gradients import GradientReduction, GradientSpec, Reduced, check_finite
 
 # Values: slices aligned to 64 bytes need no copy in TensorFlow.
@@ -78,13 +78,13 @@ class ShardedReduction:
         return [GradientSpec(size, dtype, False) for size, dtype in zip(sizes, self.dtypes, strict=True)]
 
     @functools.cached_property
-    def leaves_at_once(self) -> bool:
-        return self.reduction.leaves_at_once([*self.specs, GradientSpec(0, self.control_dtype, False)])
+    def is_single_message(self) -> bool:
+        return self.reduction.is_single_message([*self.specs, GradientSpec(0, self.control_dtype, False)])
 
     @functools.cached_property
     def groups(self) -> list[list[int]]:
         """Gradients of one type each."""
-        if not self.leaves_at_once:
+        if not self.is_single_message:
             return self.reduction.plan_groups(self.specs)
         return [[i for i, each in enumerate(self.dtypes) if each == dtype] for dtype in dict.fromkeys(self.dtypes)]
 
@@ -106,8 +106,8 @@ class ShardedReduction:
 
     def __call__(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, state: Sequence[tf.Tensor] = ()) -> Reduced:
         """Return this rank's pieces as gradients [n]."""
-        if self.leaves_at_once:
-            reduced = self.reduction.sum_at_once(gradients, control, state)
+        if self.is_single_message:
+            reduced = self.reduction.all_reduce_fused(gradients, control, state)
             return reduced._replace(gradients=list(map(cut, reduced.gradients, self.own)))
         summed_state = self.reduction.sum_state(state)
         collective, name = self.reduction.collective, self.reduction.name
@@ -119,7 +119,7 @@ class ShardedReduction:
                 mine[index] = part
         is_finite, norm = check_finite(mine)
         checks = tf.stack([norm**2, tf.cast(~is_finite, norm.dtype)])
-        [checks] = collective.all_reduce([hide(checks)], name=f"{name}/checks").tensors
+        [checks] = collective.all_reduce([prevent_constant_folding(checks)], name=f"{name}/checks").tensors
         return Reduced(mine, tf.equal(checks[1], 0), tf.sqrt(checks[0]), control, summed_state)
 
     def _reduce_scatter(self, group: Sequence[int], gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -142,7 +142,9 @@ class ShardedReduction:
         for number, group in enumerate(self.groups):
             lengths = [math.prod(self.shapes[index]) for index in group]
             # No scope: within a condition its name may differ between ranks.
-            joined = collective.all_gather(hide(tf.concat([mine[i] for i in group], axis=0)), name=f"{name}_{number}")
+            joined = collective.all_gather(
+                prevent_constant_folding(tf.concat([mine[i] for i in group], axis=0)), name=f"{name}_{number}"
+            )
             vectors = tf.split(tf.ensure_shape(joined, [sum(lengths)]), lengths)
             for index, vector in zip(group, vectors, strict=True):
                 whole[index] = tf.reshape(vector, self.shapes[index])

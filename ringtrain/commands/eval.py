@@ -59,7 +59,7 @@ def evaluate_together(prepared: Prepared, collective: Collective, options: Optio
 
     with explaining_lost_ranks(), explaining_memory(prepared.config):
         job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
-        activity.note(Phase.RESTORE, takes_long=True)
+        activity.set_phase(Phase.RESTORE, takes_long=True)
         step = run_on_rank0(collective, restore_on_rank0, name="restore")
         job.step.share_values(collective)
         report = job.evaluate()

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from ringtrain.commands.help import find_options, show_help
 from ringtrain.errors import UsageError
 from ringtrain.messages.rules import kind_of, rule_of, shorten
-from ringtrain.runtime.launched import tell_left
+from ringtrain.runtime.run_record import record_exit
 from ringtrain.runtime.world import World
 
 NOTHING = (None, "null", "~")  # unset an optional setting
@@ -23,7 +23,7 @@ def parse_arguments(command: type, arguments: Sequence[str], world: World) -> di
     if {"-h", "--help"} & set(arguments):
         if world.is_rank0:
             print(show_help(command), end="")
-        tell_left()
+        record_exit()
         raise SystemExit(0)
     reader, rest, words = _Reader(command), list(arguments), list[str]()
     while rest:

@@ -21,7 +21,7 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import Settings, check_settings, complete, prepare
 from ringtrain.config import to_plain
 from ringtrain.errors import RingtrainError
-from ringtrain.runtime.streams import has_lost_stdout
+from ringtrain.runtime.stdio import has_lost_stdout
 from ringtrain.runtime.world import World
 from ringtrain.training.together import prepare_and_train
 

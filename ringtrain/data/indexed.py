@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.places import warn_of_state
+from ringtrain.data.iterator_state import warn_of_state
 from ringtrain.data.sources import BadSample, Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -289,7 +289,7 @@ class IndexedSource:
         """Return a sample's flat arrays, or the exception."""
         import tensorflow as tf
 
-        from ringtrain.data.forms import as_arrays
+        from ringtrain.data.element_spec import as_arrays
 
         try:
             sample = self._samples[number]

@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.augment import sample_keys
-from ringtrain.data.forms import Form, agree_on_form, as_arrays
+from ringtrain.data.element_spec import Form, agree_on_form, as_arrays
 from ringtrain.data.graph_code import graph_code
+from ringtrain.data.iterator_state import NO_STATE, IteratorState, IteratorStates
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import (
     Augment,
@@ -24,7 +25,6 @@ from ringtrain.data.pipeline import (
     in_own_threads,
     own_errors,
 )
-from ringtrain.data.places import NOWHERE, Place, Places
 from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -45,8 +45,8 @@ def streaming_batches(
     num_threads: int,
     augment: Augment | None = None,
     print_line: Callable[[str], None] = lambda line: None,
-    place: Place = NOWHERE,
-) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception], Places]:
+    place: IteratorState = NO_STATE,
+) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception], IteratorStates]:
     """Open this rank's batches; ``end_step`` is exclusive. Every rank must call it.
 
     Returns a dataset of ``Batch`` without global counts, a function that finds original exceptions (tf.data converts
@@ -54,9 +54,9 @@ def streaming_batches(
     ``place``: a checkpoint before ``first_step``.
     """
     world = collective.world
-    places = Places(feed, order.steps_per_epoch, rank=world.rank, size=world.size)
+    places = IteratorStates(feed, order.steps_per_epoch, rank=world.rank, size=world.size)
     if not feed.goes_on and place[0] // order.steps_per_epoch != first_step // order.steps_per_epoch:
-        place = NOWHERE  # of another pass
+        place = NO_STATE  # of another pass
     if place[1]:
         places.keep(place)
     steps = _open_steps(feed, order, world, places, place, first_step=first_step, end_step=end_step)
@@ -169,7 +169,14 @@ def _pass_of(order: SampleOrder, world: World, epoch: int) -> Pass:
 
 
 def _open_steps(
-    feed: Feed, order: StreamingOrder, world: World, places: Places, place: Place, *, first_step: int, end_step: int
+    feed: Feed,
+    order: StreamingOrder,
+    world: World,
+    places: IteratorStates,
+    place: IteratorState,
+    *,
+    first_step: int,
+    end_step: int,
 ) -> Iterator[tuple[int, Any, Any]]:
     """Yield (step, x, y), without steps that lack data."""
     step, (known_step, state) = first_step, place

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.places import MAX_STATE_BYTES, warn_of_state
+from ringtrain.data.iterator_state import MAX_STATE_BYTES, warn_of_state
 from ringtrain.data.sources import Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect

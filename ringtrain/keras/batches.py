@@ -25,7 +25,7 @@ GENERATORS = "generators/"
 _NOTHING = object()
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     epochs: int = 0
     batches: int = 0  # of the epoch after these
     all_batches: int = 0
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 class Batches:
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self._print_line = print_line
-        self._start, self._state = Place(), b""
+        self._start, self._state = Position(), b""
         self._generators: Arrays = {}  # when the current iterator was created
         self._saved_generators: Arrays = {}
         self._data: Any = None
@@ -50,7 +50,7 @@ class Batches:
             self._data, self._is_awaited = data, False
         return self._data is data
 
-    def begin_at(self, start: Place, saved: Arrays) -> None:
+    def begin_at(self, start: Position, saved: Arrays) -> None:
         self._start, self._state = start, saved["data"].tobytes() if "data" in saved else b""
         self._saved_generators = {
             name.removeprefix(GENERATORS): value for name, value in saved.items() if name.startswith(GENERATORS)
@@ -84,7 +84,7 @@ class Batches:
         Raises:
             DataError: the data are too short, or of another pipeline.
         """
-        start, self._start = self._start, Place()
+        start, self._start = self._start, Position()
         state = self._state
         self._is_one_for_all = data.steps_per_epoch is not None
         began = time.perf_counter()
@@ -117,13 +117,13 @@ class Batches:
             yield numbers
         self._state = b""
 
-    def _given_before(self, start: Place, data: Any) -> int:
+    def _given_before(self, start: Position, data: Any) -> int:
         if not self._is_one_for_all:
             return 0
         num = data._num_batches
         return max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
 
-    def _begin_earlier(self, start: Place, data: Any) -> None:
+    def _begin_earlier(self, start: Position, data: Any) -> None:
         """Start earlier iterators, to repeat their reshuffling."""
         num, adapter = data._num_batches, data.data_adapter
         if hasattr(adapter, "py_dataset"):  # indexed, prefetched by Keras' threads
@@ -145,7 +145,7 @@ class Batches:
                 adapter.on_epoch_end()
                 activity.move()
 
-    def _read(self, iterator: Any, number: int, start: Place, *, may_end: bool = False) -> None:
+    def _read(self, iterator: Any, number: int, start: Position, *, may_end: bool = False) -> None:
         """Skip batches. If ``may_end``, fewer suffice: the training function's last call may have had fewer."""
         for place in range(number):
             activity.move()

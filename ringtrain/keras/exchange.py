@@ -12,7 +12,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives.differentiable import hide, unique_name
+from ringtrain.collectives.differentiable import prevent_constant_folding, unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, is_elastic, require_init
@@ -173,7 +173,7 @@ class Exchange:
         reduction = self._reduction(given, variables, natively=self.may_sum_natively and graph is not None)
         of_variables = zip(given, [*(variable.shape for variable in variables), None, None], strict=False)
         nothing = [zeros_like_gradient(tensor, shape) for tensor, shape in of_variables]
-        one = Sum(reduction, nothing, len(gradients), scale, reduction.may_sum_alone(given))
+        one = Sum(reduction, nothing, len(gradients), scale, reduction.can_use_single_all_reduce(given))
         if fit is not None:
             # A tensor of the graph would keep it alive; a joined rank reads no scale.
             fit.add(
@@ -183,7 +183,7 @@ class Exchange:
             )
         may_travel_alone = fit is not None and graph is not None and not one.is_native
         if may_travel_alone:
-            given[-1] = hide(given[-1])
+            given[-1] = prevent_constant_folding(given[-1])
         sums = one.act(given)
         if votes is not None:
             votes.note(sums[len(gradients)])

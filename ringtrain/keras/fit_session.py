@@ -17,7 +17,7 @@ from ringtrain.collectives import all_gather_object, run_on_rank0
 from ringtrain.errors import DivergedError, UsageError
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.replicas import ReplicaGuard
-from ringtrain.keras.batches import GENERATORS, Batches, Place
+from ringtrain.keras.batches import GENERATORS, Batches, Position
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Accumulation, Exchange
 from ringtrain.keras.fit_log import FitLog
@@ -100,7 +100,7 @@ class FitSession:
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         self._variables = name_variables(weights=named_weights(model), slots=named_slots(model.optimizer))
-        activity.note(Phase.RESTORE, takes_long=True)
+        activity.set_phase(Phase.RESTORE, takes_long=True)
         checkpoint = self._session.checkpoint
         named = {} if checkpoint is None else dict(checkpoint.variables)
         shared = {name: value for name, value in named.items() if name in self._variables or not is_extra(name)}
@@ -120,7 +120,7 @@ class FitSession:
         self._replicas = ReplicaGuard(equal, self._collective)
         if not self._is_complete:
             self._session.begin()
-        activity.note(Phase.DATA, self._step + 1, takes_long=True)
+        activity.set_phase(Phase.DATA, self._step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
         """Restore; each rank's own state only if the number of ranks is the same."""
@@ -129,14 +129,14 @@ class FitSession:
             self.model._initial_epoch = self._config.epochs
             return
         self._resumed = self._receive_own(named)
-        place = Place(progress.epochs_done, progress.batches_done, self._step)
+        place = Position(progress.epochs_done, progress.batches_done, self._step)
         if self._start.size != size:
             if progress.batches_done:
                 self._session.console.line(
                     f"the checkpoint was written by {self._start.size} ranks, and now there are {size}: epoch "
                     f"{progress.epochs_done + 1} starts again with its weights"
                 )
-            progress.batches_done, place = 0, Place(progress.epochs_done)
+            progress.batches_done, place = 0, Position(progress.epochs_done)
         self.model._initial_epoch = progress.epochs_done
         TrainingGuard.batches_before = progress.batches_done
         self.batches.begin_at(place, self._resumed)
@@ -168,7 +168,7 @@ class FitSession:
         return self._step
 
     def begin_batch(self) -> None:
-        activity.note(Phase.STEP, self._step + 1, takes_long=self._is_first_batch and not self.model.run_eagerly)
+        activity.set_phase(Phase.STEP, self._step + 1, takes_long=self._is_first_batch and not self.model.run_eagerly)
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ class FitSession:
             self._leave()
         elif self._passes(former, self._config.checkpoint_every):
             self._save()
-        activity.note(Phase.DATA, self._step + 1)
+        activity.set_phase(Phase.DATA, self._step + 1)
         self._log.leave_out_time()
 
     def take_logs(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class FitSession:
             self._leave()
         if is_best or not is_last:  # the last is saved at the end
             self._save(as_step=not is_last and self._is_between, as_best=is_best)
-        activity.note(Phase.DATA, self._step + 1, takes_long=True)
+        activity.set_phase(Phase.DATA, self._step + 1, takes_long=True)
 
     def end(self) -> None:
         """Save the last step; return only when all ranks know."""
@@ -277,13 +277,13 @@ class FitSession:
 
     def _check_replicas(self) -> None:
         if self._config.check_replicas_every:
-            activity.note(Phase.CHECK, self._step)
+            activity.set_phase(Phase.CHECK, self._step)
             self._replicas.check(self._step)
 
     def _gather_state(self) -> Arrays:
         """What a checkpoint holds besides the shared variables, on rank 0. Checks these. Collective."""
         self._check_replicas()
-        activity.note(Phase.SAVE, self._step, takes_long=True)
+        activity.set_phase(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
         if self._progress.batches_done and self._steps_of_epoch is None:  # a resume may find no batch left
@@ -362,7 +362,7 @@ class FitSession:
 
     def _write_log(self, logs: Mapping[str, Any]) -> None:
         """Log means; raise DivergedError for a non-finite loss. Collective."""
-        activity.note(Phase.LOG, self._step)
+        activity.set_phase(Phase.LOG, self._step)
         means = self._log.take_means(self._step, logs)
         progress, steps = self._progress, self._steps_of_epoch
         progress.samples_seen += means.samples

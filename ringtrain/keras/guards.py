@@ -136,7 +136,7 @@ class TrainingGuard(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
         if (note := activity.current()[0]).doing == Phase.STEP:  # callbacks.Run
-            activity.note(Phase.CALLBACKS, note.step)
+            activity.set_phase(Phase.CALLBACKS, note.step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:

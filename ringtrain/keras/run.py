@@ -21,7 +21,7 @@ from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require
 from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED
 from ringtrain.run.directory import FIT_OF, REPORT_FILE
-from ringtrain.runtime import activity, leaving
+from ringtrain.runtime import activity, shutdown
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.world import read_world
@@ -115,7 +115,7 @@ class Run(keras.callbacks.Callback):
                     yield
         except RingtrainError as error:
             report_end(error, collective.world)
-            leaving.note_exit_code(error.exit_code)
+            shutdown.note_exit_code(error.exit_code)
             raise SystemExit(error.exit_code) from error
 
     @contextlib.contextmanager
@@ -133,12 +133,12 @@ class Run(keras.callbacks.Callback):
                 console = open_console(is_rank0=world.is_rank0)
                 with (
                     opened_together(config, collective, requests, watchdog, console) as session,
-                    leaving.ending_forked(),
+                    shutdown.ending_forked(),
                     explaining_lost_ranks(),
                 ):
                     Run.current = fit = FitSession(model, session)
                     watchdog.refine_by(fit.refine)
-                    activity.note(Phase.PREPARE, takes_long=True)  # Keras reads the first batch
+                    activity.set_phase(Phase.PREPARE, takes_long=True)  # Keras reads the first batch
                     try:
                         yield
                     finally:
@@ -161,7 +161,7 @@ class Run(keras.callbacks.Callback):
         """Reports the start of callbacks to the watchdog."""
 
         def begin(*_: Any, takes_long: bool = False) -> None:
-            activity.note(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
+            activity.set_phase(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
 
         begin_or_end = functools.partial(begin, takes_long=True)
         return keras.callbacks.LambdaCallback(
@@ -201,7 +201,7 @@ class Run(keras.callbacks.Callback):
         self._fit  # noqa: B018 - evaluate() alone has none
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        activity.note(Phase.EVALUATION_DATA, batch + 1)
+        activity.set_phase(Phase.EVALUATION_DATA, batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._fit.end_epoch(epoch, logs or {})

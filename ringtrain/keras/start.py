@@ -17,9 +17,9 @@ from ringtrain.guard.failing import show_once
 from ringtrain.keras import hooks
 from ringtrain.keras.collective import choose_backend, is_elastic, note_cores, wants_native_sums
 from ringtrain.runtime.devices import Needs, apply_plan, describe_cores, plan_devices, start_tensorflow
-from ringtrain.runtime.leaving import allow, watch_end
 from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.segments import remove_dead_segments
+from ringtrain.runtime.shutdown import allow, watch_end
 from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
 
 log = logging.getLogger("ringtrain")

@@ -29,7 +29,7 @@ class Sum:
     def act(self, tensors: Gradients) -> Gradients:
         """Native sums of gradients are scaled already."""
         if self.is_native:
-            return self.reduction.sum_alone(tensors, scaled=(self.num_gradients, float(self.scale)))
+            return self.reduction.single_all_reduce(tensors, scaled=(self.num_gradients, float(self.scale)))
         return self.reduction.all_reduce(tensors)
 
     @functools.cached_property

@@ -69,7 +69,7 @@ _last_move = 0
 _tell_at_once: Callable[[], None] | None = None
 
 
-def note(doing: Phase, step: int = 0, *, takes_long: bool = False) -> None:
+def set_phase(doing: Phase, step: int = 0, *, takes_long: bool = False) -> None:
     """Set the phase; a repeated call is progress."""
     global _note
     was_long, _note = _note.takes_long, Note(doing, step, takes_long)
@@ -101,7 +101,7 @@ def current() -> tuple[Note, int]:
 def meeting() -> Iterator[None]:
     global _note
     before = _note
-    note(Phase.MEET, before.step, takes_long=before.takes_long)
+    set_phase(Phase.MEET, before.step, takes_long=before.takes_long)
     try:
         yield
     finally:

@@ -69,7 +69,7 @@ class LocalGradients:
             return self._of_samples(batch, 0, local_count, before, tf.constant(0))
         return self._of_micro_batches(batch, local_count, before)
 
-    def of_nothing(self, batch: Batch, structure: StepStructure) -> Forward:
+    def zero_gradients(self, batch: Batch, structure: StepStructure) -> Forward:
         """Zero gradients of an empty batch.
 
         TensorFlow sees Horovod's operations as stateless: it would fold one with a constant input, and merge two with
@@ -136,7 +136,7 @@ class LocalGradients:
         found = tape.gradient(scaled_objective, [v.value for v in variables])
         require_a_gradient(self._workload, found)
         gradients = [
-            zeros_of_no_constant(v, step, number) if gradient is None else with_shape_of(v, gradient)
+            unfolded_zeros(v, step, number) if gradient is None else with_shape_of(v, gradient)
             for number, (v, gradient) in enumerate(zip(variables, found, strict=True), start=1)
         ]
         structure = self._find_structure(scope, state, gradients, metrics)
@@ -296,7 +296,7 @@ def with_known_rows(gradient: Any, variable: Any) -> Any:
     return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(variable.shape)))
 
 
-def zeros_of_no_constant(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:
-    """Zeros that TensorFlow cannot fold (see ``LocalGradients.of_nothing``), as it does not know that step >= 0."""
+def unfolded_zeros(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:
+    """Zeros that TensorFlow cannot fold (see ``LocalGradients.zero_gradients``), as it does not know that step >= 0."""
     nothing = tf.minimum(step, 0) * number
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)

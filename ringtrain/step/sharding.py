@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives.differentiable import hide
+from ringtrain.collectives.differentiable import prevent_constant_folding
 from ringtrain.collectives.gradients import GradientReduction, Reduced
 from ringtrain.collectives.shards import ShardedReduction, cut
 from ringtrain.errors import UsageError
@@ -148,7 +148,7 @@ class ShardedOptimizer:
 
     def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:
         """Sum over ranks; the vector is hidden because it is constant on ranks without pieces."""
-        [total] = self._collective.all_reduce([hide(vector)], name=name, ordered=True).tensors
+        [total] = self._collective.all_reduce([prevent_constant_folding(vector)], name=name, ordered=True).tensors
         return total
 
     def begin_from_weights(self) -> None:

@@ -81,7 +81,7 @@ class TrainStep:
             input_signature=[batch_spec, *SCALARS],
             autograph=False,
         )
-        self._join = tf.function(self._train_nothing, input_signature=[batch_spec, *SCALARS], autograph=False)
+        self._join = tf.function(self._train_empty_batch, input_signature=[batch_spec, *SCALARS], autograph=False)
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
@@ -231,8 +231,8 @@ class TrainStep:
         summands = to_summands(forward.state, local_count=local_count, global_count=batch.global_count)
         return forward._replace(state=summands)
 
-    def _train_nothing(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
-        forward = self._local_gradients.of_nothing(batch, self._structure)
+    def _train_empty_batch(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
+        forward = self._local_gradients.zero_gradients(batch, self._structure)
         return self._reduce_and_update(forward, learning_rate, extra_scalars)
 
     def _are_gradients_finite(self, batch: Batch) -> tf.Tensor:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
 
 from ringtrain.messages.escaping import escape, escape_message
-from ringtrain.runtime.launched import find_supervisor
 from ringtrain.runtime.processes import find_launcher
-from ringtrain.runtime.streams import LastingFile
+from ringtrain.runtime.run_record import find_supervisor
+from ringtrain.runtime.stdio import FaultTolerantStream
 
 if TYPE_CHECKING:
     from ringtrain.terminal.progress_bar import ProgressBar
@@ -89,7 +89,7 @@ def launcher_terminal(pid: int) -> IO[str] | None:
     except OSError:
         return None
     if os.isatty(descriptor):
-        terminal = LastingFile(descriptor, "the terminal", closefd=True)  # until exit
+        terminal = FaultTolerantStream(descriptor, "the terminal", closefd=True)  # until exit
         return io.TextIOWrapper(io.BufferedWriter(terminal))
     os.close(descriptor)
     return None

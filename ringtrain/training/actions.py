@@ -11,11 +11,11 @@ from pathlib import Path
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
-from ringtrain.collectives.joined import alone
+from ringtrain.collectives.context import alone
+from ringtrain.data.batches import describe_bad
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
-from ringtrain.data.stepping import describe_bad
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.files.bounded import make_directory
 from ringtrain.guard.finite import require_finite_values
@@ -69,7 +69,7 @@ class Log(Action):
         return step % self._job.config.log_every == 0 or is_last
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
-        activity.note(Phase.LOG, step)
+        activity.set_phase(Phase.LOG, step)
         num_steps, seconds, samples_seen = step - self._since_step, self._job.times.lap(), self._samples_seen(step)
         sec_per_step, examples_per_sec = seconds / num_steps, (samples_seen - self._since_samples) / seconds
         self._since_step, self._since_samples = step, samples_seen
@@ -121,7 +121,7 @@ class Evaluate(Action):
         return Ending.EARLY if gives_up else None
 
     def _record(self, step: int, result: EvalReport, *, seconds: float) -> None:
-        activity.note(Phase.LOG, step)
+        activity.set_phase(Phase.LOG, step)
         epoch, console = epoch_after(self._job.plan.order, step), self._session.console
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
@@ -187,7 +187,7 @@ class CheckReplicas(Action):
 
     def act(self, step: int, *_: object) -> None:
         if self._job.config.check_replicas_every:
-            activity.note(Phase.CHECK, step)
+            activity.set_phase(Phase.CHECK, step)
             self._guard.check(step)
             if self._job.step.sharded is not None:
                 require_same_pieces(self._job.step.sharded, self._job.collective, step)
@@ -259,7 +259,7 @@ class Profile(Action):
 
     def _stop_profiler(self) -> None:
         if self._directory is not None:
-            activity.note(Phase.LOG, self._last, takes_long=True)
+            activity.set_phase(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):
                 # TensorFlow would create it again if it was moved away.
                 is_there = self._directory.is_dir()

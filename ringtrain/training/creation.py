@@ -12,9 +12,9 @@ import tensorflow as tf
 from ringtrain.collectives import Collective
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
+from ringtrain.data.batches import Batches
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
-from ringtrain.data.stepping import Batches
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.optimizers import OWN, only_reads_gradients

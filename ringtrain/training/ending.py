@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ringtrain.errors import HangError, PreemptedError, RingtrainError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.escaping import escape_message
-from ringtrain.runtime import activity, streams
-from ringtrain.runtime.launched import tell_end
+from ringtrain.runtime import activity, stdio
+from ringtrain.runtime.run_record import record_end
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.world import World
 
@@ -44,7 +44,7 @@ def recording_end(
         report_error(error, world)
         write_end(run, end_of(error))
 
-    streams.warn_by(lambda text: run.write_event("warning", step=activity.current()[0].step, message=text))
+    stdio.warn_by(lambda text: run.write_event("warning", step=activity.current()[0].step, message=text))
     requests.watch_file(run.path)
     requests.at_early_end(leave_early)
     report = functools.partial(report_run, run, console)
@@ -74,7 +74,7 @@ def early_end(reason: str, exit_code: int) -> RingtrainError:
 
 def write_end(run: RunDirectory, end: Mapping[str, Any], *, then: Callable[[], None] = lambda: None) -> None:
     """Write the last record, call ``then``, release the directory. No record if another process has taken over."""
-    tell_end(end)
+    record_end(end)
     with contextlib.suppress(RingtrainError):
         run.write_event(**run.at_end, **end)
         then()
@@ -112,7 +112,7 @@ def write_end_at_hang(run: RunDirectory | None, start: Start, error: RingtrainEr
     path = Path(start.path)
     with contextlib.suppress(OSError):  # not visible from this host
         if not start.is_complete and take_over(path, start.fence, environ=os.environ):
-            tell_end(end_of(error))
+            record_end(end_of(error))
             append_event(path, **end_of(error))
 
 
@@ -150,7 +150,7 @@ def report_error(error: RingtrainError, world: World) -> None:
     if speaks:
         where = f"rank {world.rank} on {world.node}: " if world.size > 1 and error.reach != "run" else ""
         message = escape_message(f"{where}{error}")
-        tell_end({**end_of(error), "message": message})
+        record_end({**end_of(error), "message": message})
         sys.stdout.flush()
         kind = "" if isinstance(error, PreemptedError) else "error: "
         sys.stderr.write(f"ringtrain: {kind}{message}\n")

@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, run_on_rank0
+from ringtrain.data.batches import Batches, explain_bad, name_bad
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import BadSample, Source, is_fallible
-from ringtrain.data.stepping import Batches, explain_bad, name_bad
 from ringtrain.errors import DataError
 from ringtrain.guard.labels import find_labels
 from ringtrain.runtime import activity
@@ -57,9 +57,9 @@ def evaluate(
     sums = np.zeros(2 + len(eval_step.metric_names))
     read: list[np.ndarray] = []
     takes_long = not eval_step.was_called
-    activity.note(Phase.EVALUATION_DATA, 1, takes_long=takes_long)
+    activity.set_phase(Phase.EVALUATION_DATA, 1, takes_long=takes_long)
     for number, batch in enumerate(batches, start=1):
-        activity.note(Phase.EVALUATION_STEP, number, takes_long=takes_long and number == 1)
+        activity.set_phase(Phase.EVALUATION_STEP, number, takes_long=takes_long and number == 1)
         for labels in eval_step.labels if takes_long else ():
             labels.check(batch.y, batch.indices, of="evaluation")
         stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
@@ -68,7 +68,7 @@ def evaluate(
             read.append(batch.indices.numpy())
         if stop_votes:
             return None
-        activity.note(Phase.EVALUATION_DATA, number + 1)
+        activity.set_phase(Phase.EVALUATION_DATA, number + 1)
     samples, data_loss, *metrics = sums
     left_out: tuple[BadSample, ...] = ()
     if samples < source.num_samples:
@@ -123,7 +123,7 @@ class EvalStep:
         signature = [batch_spec, tf.TensorSpec([], tf.float64)]
         self._evaluate, self.metric_names = trace(self._sum_samples, signature)
         self.labels = find_labels(self._evaluate, batch_spec)
-        self._join = tf.function(self._sum_nothing, input_signature=signature, autograph=False)
+        self._join = tf.function(self._sum_empty_batch, input_signature=signature, autograph=False)
 
     def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
         """Return sums over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Collective."""
@@ -149,8 +149,8 @@ class EvalStep:
         values = [tf.ones_like(losses), losses, *(metrics[name] for name in names)]
         return self._reduce([stop_votes, *(tf.reduce_sum(tf.cast(value, tf.float64)) for value in values)]), names
 
-    def _sum_nothing(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
-        nothing = tf.cast(tf.shape(batch.indices)[0], tf.float64)  # not constant: see LocalGradients.of_nothing
+    def _sum_empty_batch(self, batch: Batch, stop_votes: tf.Tensor) -> tf.Tensor:
+        nothing = tf.cast(tf.shape(batch.indices)[0], tf.float64)  # not constant: see LocalGradients.zero_gradients
         return self._reduce([stop_votes, *[nothing] * (2 + len(self.metric_names))])
 
     def _reduce(self, sums: list[tf.Tensor]) -> tf.Tensor:

@@ -9,9 +9,9 @@ import keras
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import Config
+from ringtrain.data.batches import Batches
 from ringtrain.data.contents import Contents
 from ringtrain.data.sources import ArraySource, Feed, Source
-from ringtrain.data.stepping import Batches
 from ringtrain.data.streaming import with_steps_of_its_own
 from ringtrain.errors import DataError
 from ringtrain.guard.contents import require_same_contents
@@ -104,7 +104,7 @@ def create_job(
     ``adapt_model`` changes the model before tracing; ``optimizer`` replaces the workload's and the settings'.
     ``in_groups``: see ``GradientReduction``.
     """
-    activity.note(Phase.PREPARE, takes_long=True)
+    activity.set_phase(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, plan, contents = open_data(workload, config, collective, num_threads=num_threads, start=start)
     batches = create_batches(
@@ -117,7 +117,7 @@ def create_job(
         print_line=print_line,
         places=start.progress.get("places", ()),
     )
-    activity.note(Phase.COMPILE, takes_long=True)
+    activity.set_phase(Phase.COMPILE, takes_long=True)
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
 
@@ -142,7 +142,7 @@ def create_job(
         evaluation=sources.evaluation,
         evaluation_batches=evaluated,
         eval_step=eval_step,
-        labels_to_check=() if is_given_as_it_lies(workload, sources.train) else step.labels,
+        labels_to_check=() if are_labels_unmodified(workload, sources.train) else step.labels,
         num_threads=num_threads,
         times=StepTimes(times_communication=step.times_communication),
         contents=contents,
@@ -198,7 +198,7 @@ def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], Non
     )
     require_same_training(collective, facts)
     raise_on_all_ranks(collective, lambda: check_labels(job, sources), name="labels")
-    activity.note(Phase.PREPARE, takes_long=True)
+    activity.set_phase(Phase.PREPARE, takes_long=True)
     require_same_contents(collective, job.contents, print_line)
 
 
@@ -214,6 +214,6 @@ def check_labels(job: Job, sources: Sources) -> None:
                     raise
 
 
-def is_given_as_it_lies(workload: Workload, train: Source | Feed) -> bool:
+def are_labels_unmodified(workload: Workload, train: Source | Feed) -> bool:
     """True if batches have the labels in memory; ``augment`` may change them."""
     return isinstance(train, ArraySource) and own_augment(workload) is None

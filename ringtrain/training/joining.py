@@ -18,7 +18,7 @@ from ringtrain.guard.failing import describe_same, is_raised_by_rank0
 from ringtrain.guard.lost import LostRanksError
 from ringtrain.messages.defects import describe_defect, format_defect
 from ringtrain.messages.escaping import escape, escape_block, escape_message
-from ringtrain.runtime import leaving
+from ringtrain.runtime import shutdown
 from ringtrain.runtime.devices import (
     NO_NEEDS,
     DevicePlan,
@@ -29,8 +29,8 @@ from ringtrain.runtime.devices import (
     set_environment,
     uses_horovod,
 )
-from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.machine import claim_cores, read_machine
+from ringtrain.runtime.run_record import record_end
 from ringtrain.runtime.segments import remove_dead_segments
 from ringtrain.runtime.world import World
 from ringtrain.training.ending import end_values, report_error
@@ -89,12 +89,12 @@ def needs_of(config: Config, world: World, workload_class: type[Workload] | None
 def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[Collective, Watchdog]]:
     """Join the other ranks under a watchdog, and leave them: at once if only this rank failed, as they would wait."""
     from ringtrain.collectives.connect import connect, require_working_sums, with_native_sums
-    from ringtrain.collectives.joined import having_joined
+    from ringtrain.collectives.context import use_collective
     from ringtrain.guard.preflight import require_same_start
     from ringtrain.runtime.devices import own_gpu
 
     config = prepared.config
-    leaving.allow(config.exit_timeout, f"rank {world.rank} on {world.node}")
+    shutdown.allow(config.exit_timeout, f"rank {world.rank} on {world.node}")
     with watched(config, world) as watchdog:
         collective = connect(config.backend, world)
         try:
@@ -102,7 +102,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             require_working_sums(collective, own_gpu())
             collective = with_native_sums(collective, config.backend)
             watchdog.meet(collective)
-            with having_joined(collective):
+            with use_collective(collective):
                 yield collective, watchdog
         except BaseException as error:
             leave_by(error, collective, watchdog)
@@ -140,7 +140,7 @@ def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *
         message = describe_same(error, world)
     else:
         shown = escape_block(format_defect(error))
-    tell_end(end_values("failed", 1, message))
+    record_end(end_values("failed", 1, message))
     sys.stderr.write(f"{shown}ringtrain: error: {message}\n")
     collective.abort(1)
 

@@ -98,7 +98,7 @@ def set_initial_values(job: Job, session: RunSession) -> None:
             return True, []
         return False, take_weights(job, job.config.init_from) if job.config.init_from is not None else []
 
-    activity.note(Phase.RESTORE, takes_long=True)
+    activity.set_phase(Phase.RESTORE, takes_long=True)
     is_restored, lines = run_on_rank0(job.collective, set_on_rank0, name="first_values")
     for line in lines:
         session.console.line(line)
@@ -158,12 +158,12 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.plan.first_step
-    activity.note(Phase.DATA, step + 1, takes_long=True)
+    activity.set_phase(Phase.DATA, step + 1, takes_long=True)
     batches.begin()
     ending = catch_up(job, session, actions)
     for step, batch in enumerate(times.waiting_for(batches if ending is None else ()), start=job.plan.first_step + 1):
         is_prepared = step > job.plan.first_step + 1 and job.step.is_traced_for(batch)
-        activity.note(Phase.STEP, step, takes_long=not is_prepared)
+        activity.set_phase(Phase.STEP, step, takes_long=not is_prepared)
         learning_rate = job.plan.learning_rate(job.plan.order.samples_before(step - 1))
         for labels in job.labels_to_check if step <= job.plan.first_step + CHECKED_STEPS else ():
             labels.check(batch.y, batch.indices, of="training")
@@ -179,7 +179,7 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
             ending = settle(job, session, actions, guard, in_flight.popleft(), ending) or ending
         if ending is not None:
             break
-        activity.note(Phase.DATA, step + 1)
+        activity.set_phase(Phase.DATA, step + 1)
     return step, ending or Ending.COMPLETED
 
 
@@ -197,7 +197,7 @@ def catch_up(job: Job, session: RunSession, actions: Sequence[Action]) -> Ending
     if not step or session.progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
         return None
     endings = [action.act(step) for action in actions if isinstance(action, CheckReplicas | Evaluate | Save)]
-    activity.note(Phase.DATA, step + 1, takes_long=True)
+    activity.set_phase(Phase.DATA, step + 1, takes_long=True)
     return next((ending for ending in endings if ending), None)
 
 

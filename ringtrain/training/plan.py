@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
+from ringtrain.data.batches import Batches, CountedBatches, explain_bad
+from ringtrain.data.iterator_state import NO_STATE
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Augment, local_batches
-from ringtrain.data.places import NOWHERE
 from ringtrain.data.sources import FallibleSource, Feed, Source, is_fallible
-from ringtrain.data.stepping import Batches, CountedBatches, explain_bad
 from ringtrain.data.streaming import streaming_batches
 from ringtrain.errors import UsageError
 from ringtrain.step.schedule import LearningRate
@@ -98,7 +98,7 @@ def create_batches(
         is_known = len(places) == world.size or (bool(places) and train.is_shared)
         step, state, where = places[world.rank if len(places) == world.size else 0] if is_known else (0, "", "")
         # States may name files, which are gone or different in another directory.
-        place = (step, base64.b64decode(state)) if state and where == place_of_data(config) else NOWHERE
+        place = (step, base64.b64decode(state)) if state and where == place_of_data(config) else NO_STATE
         dataset, explain, found = streaming_batches(
             train, cast(StreamingOrder, order), collective, **steps, **read, print_line=print_line, place=place
         )

@@ -19,7 +19,7 @@ from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun, Start, describe_way_on
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
-from ringtrain.runtime.launched import is_signal_passed_on
+from ringtrain.runtime.run_record import is_signal_passed_on
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.terminal.console import Console
 from ringtrain.training.ending import write_warning
@@ -138,11 +138,11 @@ class RunSession:
             self.directory.at_end["ranks"] = usage
             return self._writer.finish(self._take_snapshot(step, variables, extra))
 
-        activity.note(Phase.SAVE, step, takes_long=True)
+        activity.set_phase(Phase.SAVE, step, takes_long=True)
         return run_on_rank0(self.collective, save_on_rank0, name="finish")
 
     def _take_snapshot(self, step: int, variables: Variables, extra: Arrays) -> Checkpoint:
-        activity.note(Phase.SAVE, step, takes_long=True)
+        activity.set_phase(Phase.SAVE, step, takes_long=True)
         if self._events is not None:
             self._events.flush()
         return take_snapshot(variables, step, self.progress, self._facts, extra)
@@ -188,7 +188,7 @@ class RunSession:
         self.requests.end_training()
         if self._writer is None or self._events is None:
             return
-        activity.note(Phase.SAVE, self.last_saved_step, takes_long=True)
+        activity.set_phase(Phase.SAVE, self.last_saved_step, takes_long=True)
         for end in (self._writer.wait, self._events.close):
             with contextlib.suppress(RingtrainError):
                 end()

@@ -17,9 +17,9 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.run.directory import REPORT_FILE
 from ringtrain.run.resume import OpenedRun, Start, open_run
-from ringtrain.runtime import activity, leaving
+from ringtrain.runtime import activity, shutdown
 from ringtrain.runtime.activity import Phase
-from ringtrain.runtime.launched import tell_run
+from ringtrain.runtime.run_record import record_start
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import find_limits
 from ringtrain.runtime.world import World
@@ -59,7 +59,7 @@ def train_together(
         if start.is_complete:
             console.line(f"the run in {start.name} is complete: {start.step} steps. Use --resume never for a new run.")
             return None
-        with leaving.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
+        with shutdown.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
             result = train(prepared, session)
     for line in describe_result(result, start, prepared.config):
         console.line(line)
@@ -78,11 +78,11 @@ def opened_together(
     def open_on_rank0() -> dict[str, Any]:
         opened.append(open_run(config, print_line=console.line))
         start = opened[0].start
-        tell_run(Path(start.path), step=start.step, is_complete=start.is_complete)
+        record_start(Path(start.path), step=start.step, is_complete=start.is_complete)
         requests.watch_time(find_limits(config.max_hours, os.environ))
         return dataclasses.asdict(start)
 
-    activity.note(Phase.OPEN, takes_long=True)
+    activity.set_phase(Phase.OPEN, takes_long=True)
     start = Start(**run_on_rank0(collective, open_on_rank0, name="run_directory"))
     run = opened[0].directory if opened else None
     watchdog.write_by(

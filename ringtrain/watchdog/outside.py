@@ -14,8 +14,8 @@ import signal
 import subprocess
 
 from ringtrain.errors import HangError
-from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.processes import read_process, start_aside
+from ringtrain.runtime.run_record import record_end
 
 # Of the permitted silence; at 1 the others leave, and the launcher ends this rank.
 STACKS_FACTOR, KILL_FACTOR = 0.9, 1.5
@@ -80,7 +80,7 @@ def main(name: str, stacks_signal: str) -> None:
                 f"{name} {doing}; no other thread of it has run for {silent:.0f} s: a call holds Python's lock, or the "
                 "process cannot run at all. It was killed."
             )
-            tell_end({"event": "end", "status": "hang", "exit_code": HangError.exit_code, "message": message})
+            record_end({"event": "end", "status": "hang", "exit_code": HangError.exit_code, "message": message})
             print_line(f"ringtrain: error: {message}\n")
             send(parent, signal.SIGKILL)
             return

@@ -24,8 +24,8 @@ from ringtrain.guard.lost import note_lost
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Note, Phase, limit_seconds
-from ringtrain.runtime.launched import tell_end
 from ringtrain.runtime.processes import list_threads
+from ringtrain.runtime.run_record import record_end
 from ringtrain.runtime.world import World
 from ringtrain.watchdog.hub import Message, Star, draw_token, listen
 from ringtrain.watchdog.outside import Outside
@@ -88,7 +88,7 @@ class Watchdog:
         if self._hang_timeout:
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
             self._outside.start(f"rank {self._world.rank} on {self._world.node}", STACKS_SIGNAL)
-            activity.note(Phase.JOIN, takes_long=True)
+            activity.set_phase(Phase.JOIN, takes_long=True)
             activity.when_it_may_not_take_long(self._star.wake)
             self._thread.start()
             self._threads_before = list_threads()
@@ -135,7 +135,7 @@ class Watchdog:
         """Bound the time to leave. Does not return if the watchdog has begun to end the process."""
         if not self._hang_timeout:
             return
-        activity.note(Phase.LEAVE)
+        activity.set_phase(Phase.LEAVE)
         has_begun = threading.Event()
 
         def leave_at_once() -> None:
@@ -303,7 +303,7 @@ class Watchdog:
         # Rank 0 first waits for all stacks; a launcher is notified at once.
         if judges and is_rank0:
             told = {"event": "end", "status": error.status(), "exit_code": error.exit_code, "message": str(error)}
-            start_bounded(lambda: tell_end(told))
+            start_bounded(lambda: record_end(told))
         record = start_bounded(lambda: self._write_end(error)) if judges and not is_rank0 else None
         if is_rank0 or judges:
             self._star.send({"hang": hang})

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
-from ringtrain.collectives.joined import having_joined
+from ringtrain.collectives.context import use_collective
 from ringtrain.errors import UsageError
 from ringtrain.step.train_step import set_precision
 from tests.keras.training import WAYS, largest_difference, make_batches, make_model, split_batches, train
@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_the_whole_batch(collective: Collectiv
     part = slice(begin, begin + counts[collective.world.rank])
     layer, plain = hvd.SyncBatchNormalization(**options), keras.layers.BatchNormalization(**options)
     # Where Horovod is started nobody needs to say who the ranks are.
-    with having_joined(collective) if collective.is_ordered else contextlib.nullcontext():
+    with use_collective(collective) if collective.is_ordered else contextlib.nullcontext():
         mine, whole = normalise(layer, x, part, mask), normalise(plain, x, slice(None), mask)
     # Keras divides by (count + 1e-7) where there is a mask.
     tolerance = 1e-4 if case == "masked" else TOLERANCE
@@ -145,11 +145,11 @@ def plain_model() -> keras.Model:
 def test_the_training_step_is_exact_with_it_though_ranks_have_no_samples(collective: Collective) -> None:
     source, steps = dense_samples(45), 7  # the fifth step has one sample: all other ranks have none
     batches = batches_of(source, collective, global_batch_size=11, steps=steps)
-    with having_joined(collective):
+    with use_collective(collective):
         step = create_step(collective, sync_model, lambda: keras.optimizers.Adam(0.01), batches.element_spec)
     reference, optimizer = plain_model(), keras.optimizers.Adam(0.01)
     reference.set_weights(step.model.get_weights())
-    with having_joined(collective):
+    with use_collective(collective):
         reports = run_train_step(step, batches)
     expected = list(train_plainly(reference, optimizer, source, global_batch_size=11, steps=steps))
     assert [report.samples for report in reports] == [11, 11, 11, 11, 1, 11, 11]
@@ -163,7 +163,7 @@ def test_the_training_step_is_exact_with_it_though_ranks_have_no_samples(collect
 def test_ranks_run_as_many_micro_batches_with_it(collective: Collective) -> None:
     """Five samples make three micro-batches of at most two, four samples four of one: ranks must not part ways."""
     batches = batches_of(dense_samples(19), collective, global_batch_size=9, steps=3)
-    with having_joined(collective):
+    with use_collective(collective):
         step = create_step(collective, sync_model, keras.optimizers.SGD, batches.element_spec, accumulate=4)
         reports = run_train_step(step, batches)
     assert [report.samples for report in reports] == [9, 9, 1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.runtime.launched import read_end
+from ringtrain.runtime.run_record import read_end
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, assert_ended_as_if_undisturbed, submit
 

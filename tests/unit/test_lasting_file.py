@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringtrain.runtime import streams
-from ringtrain.runtime.streams import LastingFile
+from ringtrain.runtime import stdio
+from ringtrain.runtime.stdio import FaultTolerantStream
 
 LINE = "x" * 99 + "\n"
 NUM_LINES = 2000  # more than a pipe holds
@@ -30,7 +30,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def text_stream(descriptor: int) -> io.TextIOWrapper:
     """As ``keep_streams`` makes them."""
-    return io.TextIOWrapper(io.BufferedWriter(LastingFile(descriptor, "<stdout>")), line_buffering=True)
+    return io.TextIOWrapper(io.BufferedWriter(FaultTolerantStream(descriptor, "<stdout>")), line_buffering=True)
 
 
 def read_all(descriptor: int) -> bytes:
@@ -67,8 +67,8 @@ def test_a_reader_that_stands_still_is_not_waited_for(pipe: tuple[int, int], mon
     """As ``| less`` and Ctrl-S: the run continues, says so once, and prints again once it is read again."""
     reader, writer = pipe
     warnings: list[str] = []
-    monkeypatch.setattr(streams, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(streams, "_warn", warnings.append)
+    monkeypatch.setattr(stdio, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(stdio, "_warn", warnings.append)
     stream = text_stream(writer)
     for _ in range(NUM_LINES):
         stream.write(LINE)
@@ -86,12 +86,12 @@ def test_a_stream_that_went_before_the_run_began_is_told_to_the_run(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where ``head`` has its lines before there is a run directory."""
-    monkeypatch.setattr(streams, "_warn", None)
-    monkeypatch.setattr(streams, "_untold", [])
+    monkeypatch.setattr(stdio, "_warn", None)
+    monkeypatch.setattr(stdio, "_untold", [])
     descriptor = os.dup(pipe[1])
-    streams.give_up(descriptor, "stdout", OSError(errno.EPIPE, "Broken pipe"))
+    stdio.give_up(descriptor, "stdout", OSError(errno.EPIPE, "Broken pipe"))
     os.close(descriptor)
     warnings: list[str] = []
-    streams.warn_by(warnings.append)
-    streams.warn_by(warnings.append)  # once is enough
+    stdio.warn_by(warnings.append)
+    stdio.warn_by(warnings.append)  # once is enough
     assert warnings == ["stdout cannot be written any more (Broken pipe): the program continues without it."]

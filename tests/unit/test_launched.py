@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.runtime.launched import (
+from ringtrain.runtime.run_record import (
     DIRECTORY_VARIABLE,
-    EndTold,
-    RunTold,
+    EndRecord,
+    StartRecord,
     clear,
     read_end,
     read_run,
-    tell_end,
-    tell_run,
+    record_end,
+    record_start,
 )
 
 END = {"event": "end", "status": "data", "exit_code": 3, "message": "rank 1 on n2: no such file"}
@@ -28,23 +28,23 @@ def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_launcher_hears_of_the_run_and_of_its_end(listener: Path) -> None:
     assert (read_run(listener), read_end(listener)) == (None, None)
-    tell_run(Path("runs/digits"), step=40, is_complete=False)
-    tell_end({"event": "end", "status": "preempted", "exit_code": 75, "message": "saved", "stopped_by": "file"})
-    assert read_run(listener) == RunTold(path=Path.cwd() / "runs/digits", step=40, is_complete=False)
-    assert read_end(listener) == EndTold(status="preempted", exit_code=75, message="saved", stopped_by="file")
+    record_start(Path("runs/digits"), step=40, is_complete=False)
+    record_end({"event": "end", "status": "preempted", "exit_code": 75, "message": "saved", "stopped_by": "file"})
+    assert read_run(listener) == StartRecord(path=Path.cwd() / "runs/digits", step=40, is_complete=False)
+    assert read_end(listener) == EndRecord(status="preempted", exit_code=75, message="saved", stopped_by="file")
     assert sorted(path.name for path in listener.iterdir()) == ["end.json", "run.json"]
 
 
 def test_the_first_word_about_the_end_stands(listener: Path) -> None:
-    tell_end(END)
-    tell_end({"event": "end", "status": "failed", "exit_code": 1, "message": "the others are gone"})
-    assert read_end(listener) == EndTold(status="data", exit_code=3, message="rank 1 on n2: no such file")
+    record_end(END)
+    record_end({"event": "end", "status": "failed", "exit_code": 1, "message": "the others are gone"})
+    assert read_end(listener) == EndRecord(status="data", exit_code=3, message="rank 1 on n2: no such file")
 
 
 def test_a_launcher_forgets_what_a_former_start_said(listener: Path) -> None:
     clear(listener)
-    tell_run(Path("runs/digits"), step=0, is_complete=True)
-    tell_end(END)
+    record_start(Path("runs/digits"), step=0, is_complete=True)
+    record_end(END)
     clear(listener)
     assert (read_run(listener), read_end(listener)) == (None, None)
 
@@ -59,12 +59,12 @@ def test_what_is_no_word_of_a_run_is_passed_over(listener: Path, text: str) -> N
 def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
-    tell_run(Path("runs/digits"), step=0, is_complete=False)
-    tell_end(END)
+    record_start(Path("runs/digits"), step=0, is_complete=False)
+    record_end(END)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_launcher_that_is_gone_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "gone"))
-    tell_run(Path("runs/digits"), step=0, is_complete=False)
-    tell_end(END)
+    record_start(Path("runs/digits"), step=0, is_complete=False)
+    record_end(END)

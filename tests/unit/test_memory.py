@@ -19,7 +19,7 @@ ON_GPU = (
 
 
 def test_a_real_tensor_that_does_not_fit_is_explained() -> None:
-    activity.note(Phase.STEP, 12)
+    activity.set_phase(Phase.STEP, 12)
     with pytest.raises(OutOfMemoryError) as caught, explaining_memory(Config(batch_size=512)):
         tf.zeros([2**50])
     message = str(caught.value)

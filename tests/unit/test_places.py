@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from ringtrain.data.places import EVERY_STEPS, MAX_STATE_BYTES, NOWHERE, NUM_KEPT, Places
+from ringtrain.data.iterator_state import EVERY_STEPS, MAX_STATE_BYTES, NO_STATE, NUM_KEPT, IteratorStates
 from ringtrain.data.sources import Feed
 from ringtrain.data.tf_data import buffered_bytes
 
@@ -16,9 +16,9 @@ LONG_PASS = 10 * EVERY_STEPS
 
 def places_of(
     states: Iterator[bytes], steps_per_pass: int = LONG_PASS, *, rank: int = 1, is_shared: bool = False
-) -> Places:
+) -> IteratorStates:
     feed = Feed(lambda of, skip: iter(()), None, read_state=lambda: next(states), is_shared=is_shared)
-    return Places(feed, steps_per_pass, rank=rank, size=2)
+    return IteratorStates(feed, steps_per_pass, rank=rank, size=2)
 
 
 def test_the_last_place_before_a_step_is_kept_and_the_newest_alone() -> None:
@@ -27,7 +27,7 @@ def test_the_last_place_before_a_step_is_kept_and_the_newest_alone() -> None:
         places.note(step)
     assert places.before(4 * EVERY_STEPS - 1) == (3 * EVERY_STEPS, b"\x04")
     assert places.before(4 * EVERY_STEPS) == (4 * EVERY_STEPS, b"\x05")
-    assert places.before((5 - NUM_KEPT) * EVERY_STEPS - 1) == NOWHERE
+    assert places.before((5 - NUM_KEPT) * EVERY_STEPS - 1) == NO_STATE
 
 
 def test_a_pass_has_a_place_at_its_begin() -> None:
@@ -41,11 +41,11 @@ def test_a_state_that_is_too_long_is_not_asked_for_again_and_leaves_no_place() -
     places = places_of(iter([b"short", bytes(MAX_STATE_BYTES // 2 + 1)]))
     for step in range(3 * EVERY_STEPS):
         places.note(step)
-    assert places.before(3 * EVERY_STEPS) == NOWHERE
+    assert places.before(3 * EVERY_STEPS) == NO_STATE
 
 
 def test_of_what_all_ranks_read_alike_rank_0_keeps_the_places_and_up_to_the_whole_limit() -> None:
-    for rank, expected in ((0, (0, bytes(MAX_STATE_BYTES))), (1, NOWHERE)):
+    for rank, expected in ((0, (0, bytes(MAX_STATE_BYTES))), (1, NO_STATE)):
         places = places_of(iter([bytes(MAX_STATE_BYTES)]), rank=rank, is_shared=True)
         if rank:
             places.keep((0, b"of the checkpoint"))

@@ -23,7 +23,7 @@ from ringtrain.runtime.activity import (
     limit_seconds,
     meeting,
     move,
-    note,
+    set_phase,
     when_it_may_not_take_long,
 )
 from ringtrain.runtime.world import World
@@ -44,13 +44,13 @@ watchdog = Watchdog(
 )
 watchdog.write_by(write_end=lambda error: print("RECORDED", list(error.stacks), flush=True), warn=None)
 watchdog.start()
-activity.note(Phase.STEP, 7)
+activity.set_phase(Phase.STEP, 7)
 
 
 def move_for(seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        activity.note(Phase.STEP, 7)
+        activity.set_phase(Phase.STEP, 7)
         time.sleep(0.01)
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_never_heard_of_rank_0_ends_by_itself(run: Start) -> None:
 activity.LONG_SECONDS = 2.0
 watchdog._world = World(rank=1, size=2, local_rank=1, local_size=2, node="n1", launcher="mpirun")
 watchdog._nodes, watchdog._has_met, watchdog._unheard = ["n1", "n1"], True, {0}
-activity.note(Phase.MEET)
+activity.set_phase(Phase.MEET)
 time.sleep(30)
 """
     code, out, _ = run(body).end()
@@ -258,10 +258,10 @@ def test_any_process_may_ask_for_the_stacks(run: Start) -> None:
 
 
 def test_each_note_and_each_move_is_seen() -> None:
-    note(Phase.STEP, 3)
+    set_phase(Phase.STEP, 3)
     before = current()
     assert current()[0] is before[0]
-    note(Phase.STEP, 3)
+    set_phase(Phase.STEP, 3)
     assert current()[0] is not before[0]
     before = current()
     move()
@@ -269,7 +269,7 @@ def test_each_note_and_each_move_is_seen() -> None:
 
 
 def test_a_rank_that_meets_the_others_goes_on_with_what_it_did() -> None:
-    note(Phase.PREPARE, takes_long=True)
+    set_phase(Phase.PREPARE, takes_long=True)
     before = current()
     with meeting():
         inside = current()[0]
@@ -288,12 +288,12 @@ def test_the_others_are_told_at_once_that_a_rank_is_through_with_what_takes_long
     told = []
     when_it_may_not_take_long(lambda: told.append(current()[0].step))
     try:
-        note(Phase.STEP, 1, takes_long=True)
-        note(Phase.STEP, 2, takes_long=True)
-        note(Phase.DATA, 3)
-        note(Phase.STEP, 3)
-        note(Phase.SAVE, 4, takes_long=True)
-        note(Phase.DATA, 4)
+        set_phase(Phase.STEP, 1, takes_long=True)
+        set_phase(Phase.STEP, 2, takes_long=True)
+        set_phase(Phase.DATA, 3)
+        set_phase(Phase.STEP, 3)
+        set_phase(Phase.SAVE, 4, takes_long=True)
+        set_phase(Phase.DATA, 4)
     finally:
         when_it_may_not_take_long(None)
     assert told == [3, 4]
@@ -306,8 +306,8 @@ watchdog._star.wake()  # the tick that is under way is short
 time.sleep(0.5)
 told = threading.Semaphore(0)
 watchdog._outside.tell = lambda limit, words: told.release() if words == "is in step 9" else None
-activity.note(Phase.SAVE, 8, takes_long=True)
-activity.note(Phase.STEP, 9)
+activity.set_phase(Phase.SAVE, 8, takes_long=True)
+activity.set_phase(Phase.STEP, 9)
 print("TOLD" if told.acquire(timeout=20) else "SILENT", flush=True)
 watchdog.stop()
 """
@@ -320,8 +320,8 @@ def test_a_rank_is_looked_at_once_a_tick_however_often_its_watchdog_is_woken() -
     body = """
 end = time.monotonic() + 2
 while time.monotonic() < end:
-    activity.note(Phase.SAVE, 7, takes_long=True)
-    activity.note(Phase.STEP, 7)
+    activity.set_phase(Phase.SAVE, 7, takes_long=True)
+    activity.set_phase(Phase.STEP, 7)
     time.sleep(0.01)
 print(watchdog._looks.times, flush=True)
 os._exit(0)

@@ -226,7 +226,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         "evaluation of each rank's samples": (evaluation.EvalStep, "_reduce", own_losses),
         "the last sample of a rank left out": (SampleOrder, "_plan", without_last_of_rank_1),
         "an order that differs by rank": (order, "permute", order_of_each_rank),
-        "statistics of each rank's samples": (normalization, "ranks_for", lambda what: None),
+        "statistics of each rank's samples": (normalization, "current_collective", lambda what: None),
         "micro-batches after the first left out": (local_gradients, "_add", lambda first, other: first),
         "a vector whose gradients are not summed": (GradientReduction, "_sum_as_vector", own_vector),
         "compressed gradients of half the size": (GradientReduction, "compress", halved),

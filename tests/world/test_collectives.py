@@ -22,6 +22,7 @@ from ringtrain.collectives import (
     run_on_rank0,
     with_native_sums,
 )
+from ringtrain.collectives.context import use_collective
 from ringtrain.collectives.differentiable import all_gather
 from ringtrain.collectives.gradients import (
     ONE_MESSAGE_BYTES,
@@ -30,7 +31,6 @@ from ringtrain.collectives.gradients import (
     merge_rows,
 )
 from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective
-from ringtrain.collectives.joined import having_joined
 from ringtrain.collectives.native.backend import Native
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run.variables import broadcast_variables
@@ -65,7 +65,7 @@ def test_gradients_of_a_public_gather_are_those_of_all_ranks(collective: Collect
             objective = tf.reduce_sum(whole * factors(rank))
         return whole, tape.gradient(objective, rows)
 
-    with having_joined(collective):
+    with use_collective(collective):
         whole, gradient = (tf.function(compute) if in_graph else compute)(rows)
         numbers = all_gather(tf.constant([rank], tf.int32))
     np.testing.assert_array_equal(whole, [r * 10.0 + i for r in range(size) for i in range(r)])

@@ -124,7 +124,7 @@ def test_n_ranks_train_what_one_process_trains(
     with leaving(collective, in_groups=in_groups):
         step = create_step(collective, create, ALL_OPTIMIZERS[optimizer], batches.element_spec, shard_optimizer=True)
         assert step.sharded is not None
-        assert step.sharded._reduction.leaves_at_once != in_groups
+        assert step.sharded._reduction.is_single_message != in_groups
         _, plain_optimizer = check_trains_as_plainly(
             step,
             batches,

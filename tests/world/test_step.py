@@ -310,7 +310,7 @@ def test_the_watchdog_hears_of_each_batch_of_an_evaluation(collective: Collectiv
     step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], spec)
     eval_step = eval_step_of(step, collective, spec)
     for takes_long in (True, False):  # what compiles, compiles in the first batch
-        with mock.patch.object(activity, "note") as note:
+        with mock.patch.object(activity, "set_phase") as note:
             evaluate_on(eval_step, source, collective, global_batch_size=5)
         first = [Note(doing, 1, takes_long) for doing in (Phase.EVALUATION_DATA, Phase.EVALUATION_STEP)]
         others = [Note(doing, number) for number in (2, 3) for doing in (Phase.EVALUATION_DATA, Phase.EVALUATION_STEP)]

@@ -546,7 +546,7 @@ def _record_trials(
     workload: Any, config: Any, collective: Any, directory: str, names: Collection[str] = (), **options: Any
 ) -> None:
     """Record some trials, or all."""
-    from ringtrain.collectives.joined import having_joined
+    from ringtrain.collectives.context import use_collective
     from ringtrain.verify import record
     from ringtrain.verify.trials import plan_trials
 
@@ -555,7 +555,7 @@ def _record_trials(
         assert set(names) <= {trial.name for trial in planned}, (names, planned)
         return [trial for trial in planned if not names or trial.name in names]
 
-    with mock.patch.object(record, "plan_trials", plan_some), having_joined(collective):
+    with mock.patch.object(record, "plan_trials", plan_some), use_collective(collective):
         record.record(workload, config, collective, Path(directory), **options)
 
 

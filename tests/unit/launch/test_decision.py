@@ -12,11 +12,11 @@ import pytest
 from launch.decision import LOST_RANKS, SHOWN_LINES, Attempt, decide, explain
 from launch.group import GroupEnd, RankEnd
 from ringtrain.guard.lost import LostRanksError
-from ringtrain.runtime.launched import EndTold
+from ringtrain.runtime.run_record import EndRecord
 from ringtrain.training.ending import end_of
 
 RUN = Path("/runs/digits")
-SAVED = EndTold(status="preempted", exit_code=75, message="stopped by SIGTERM: saved", stopped_by="signal")
+SAVED = EndRecord(status="preempted", exit_code=75, message="stopped by SIGTERM: saved", stopped_by="signal")
 
 
 def rank_end(rank: int, exit_code: int | None = 0, killed_by: str | None = None) -> RankEnd:
@@ -40,8 +40,8 @@ def attempt(*ends: RankEnd, **values: Any) -> Attempt:
     return Attempt(group=GroupEnd(**group), **(rest | values))
 
 
-def end_told(status: str, exit_code: int, message: str | None = None, stopped_by: str | None = None) -> EndTold:
-    return EndTold(status=status, exit_code=exit_code, message=message, stopped_by=stopped_by)
+def end_told(status: str, exit_code: int, message: str | None = None, stopped_by: str | None = None) -> EndRecord:
+    return EndRecord(status=status, exit_code=exit_code, message=message, stopped_by=stopped_by)
 
 
 @pytest.mark.parametrize(

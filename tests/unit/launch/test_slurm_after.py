@@ -26,17 +26,17 @@ from launch.slurm.after import (
 )
 from launch.slurm.cli import main
 from ringtrain.errors import UsageError
-from ringtrain.runtime.launched import EndTold, RunTold
+from ringtrain.runtime.run_record import EndRecord, StartRecord
 from tests.unit.launch.batch import Site, create_site
 
-RUN = RunTold(path=Path("/runs/a"), step=100, is_complete=False)
-SIGNAL = EndTold(status="preempted", exit_code=75, message="stopped by SIGUSR1: saved.", stopped_by="signal")
+RUN = StartRecord(path=Path("/runs/a"), step=100, is_complete=False)
+SIGNAL = EndRecord(status="preempted", exit_code=75, message="stopped by SIGUSR1: saved.", stopped_by="signal")
 TIME = SIGNAL._replace(message="stopped by the end of Slurm job 7: saved.", stopped_by="time")
 FILE = SIGNAL._replace(message="stopped by the file stop: saved.", stopped_by="file")
-DATA = EndTold(status="data", exit_code=3, message="data_dir 'x' holds no images.")
-HANG = EndTold(status="hang", exit_code=6, message="hang detected: no progress for 300 s.")
-LOST = EndTold(status="lostranks", exit_code=1, message="lost rank 1 on n2.")
-DONE = EndTold(status="completed", exit_code=0)
+DATA = EndRecord(status="data", exit_code=3, message="data_dir 'x' holds no images.")
+HANG = EndRecord(status="hang", exit_code=6, message="hang detected: no progress for 300 s.")
+LOST = EndRecord(status="lostranks", exit_code=1, message="lost rank 1 on n2.")
+DONE = EndRecord(status="completed", exit_code=0)
 KILLED = FailedRank("task 1", "n2", "Killed")
 LEFT = FailedRank("task 0", "n1", "Exited with exit code 75")
 
@@ -234,7 +234,7 @@ def site(tmp_path: Path) -> Site:
 
 def follow_up(
     site: Site,
-    end: EndTold | None,
+    end: EndRecord | None,
     variables: Mapping[str, str] | None = None,
     *,
     newest_step: int = 150,
@@ -343,7 +343,7 @@ def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:
     ],
 )
 def test_other_ends_are_said_last_and_nothing_is_started(
-    end: EndTold | None, exit_code: int, words: str, site: Site
+    end: EndRecord | None, exit_code: int, words: str, site: Site
 ) -> None:
     (site.submit / "job.out").write_text("ringtrain's lines\n")
     returned, lines = follow_up(site, end)

@@ -27,7 +27,7 @@ _warn: Callable[[str], None] | None = None
 _untold: list[str] = []  # warnings from before the run opened
 
 
-class LastingFile(io.FileIO):
+class FaultTolerantStream(io.FileIO):
     """A descriptor that accepts all output, written or not."""
 
     def __init__(self, descriptor: int, name: str, *, closefd: bool = False) -> None:
@@ -79,14 +79,14 @@ def keep_streams() -> None:
         elif stream is not getattr(sys, f"__{name}__") or not isinstance(stream, io.TextIOWrapper):
             continue
         buffer: Any = stream.buffer
-        if isinstance(getattr(buffer, "raw", buffer), LastingFile):
+        if isinstance(getattr(buffer, "raw", buffer), FaultTolerantStream):
             continue
         try:
             stream.flush()
         except OSError as error:
             give_up(number, name, error)
             stream.flush()
-        lasting = LastingFile(number, f"<{name}>")
+        lasting = FaultTolerantStream(number, f"<{name}>")
         kept = _LastingText(
             lasting if isinstance(buffer, io.RawIOBase) else io.BufferedWriter(lasting),  # unbuffered under python -u
             encoding=stream.encoding,

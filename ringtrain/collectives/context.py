@@ -15,7 +15,7 @@ _joined: Collective | None = None
 
 
 @contextlib.contextmanager
-def having_joined(collective: Collective) -> Iterator[None]:
+def use_collective(collective: Collective) -> Iterator[None]:
     global _joined
     before, _joined = _joined, collective
     try:
@@ -28,11 +28,11 @@ def having_joined(collective: Collective) -> Iterator[None]:
 def alone() -> Iterator[None]:
     """Use for code that only one rank runs."""
     world = World(rank=0, size=1, local_rank=0, local_size=1, node="", launcher="no launcher")
-    with having_joined(Solo(world)):
+    with use_collective(Solo(world)):
         yield
 
 
-def ranks_for(what: str) -> Collective | None:
+def current_collective(what: str) -> Collective | None:
     """Return the collective of this run, or Horovod's in a script; None for one process.
 
     Raises:

@@ -10,8 +10,8 @@ from ringtrain.messages.defects import describe_defect
 MAX_STATE_BYTES = 4 * 2**20  # of all ranks; large shuffle buffers are refilled instead
 EVERY_STEPS = 50
 NUM_KEPT = 3  # pipelines run a few batches ahead of training
-Place = tuple[int, bytes]  # step, and the pipeline's state before it
-NOWHERE: Place = (0, b"")
+IteratorState = tuple[int, bytes]  # step, and the pipeline's state before it
+NO_STATE: IteratorState = (0, b"")
 
 
 def warn_of_state(error: Exception) -> None:
@@ -22,7 +22,7 @@ def warn_of_state(error: Exception) -> None:
     )
 
 
-class Places:
+class IteratorStates:
     def __init__(self, feed: Feed, steps_per_pass: int, *, rank: int, size: int) -> None:
         self._read_state, self._steps_per_pass = feed.read_state, steps_per_pass
         self._limit = MAX_STATE_BYTES // (1 if feed.is_shared else size)
@@ -46,12 +46,12 @@ class Places:
         elif state:
             self.keep((step, state))
 
-    def keep(self, place: Place) -> None:
+    def keep(self, place: IteratorState) -> None:
         if self._is_off:
             return
         self._states[place[0]] = place[1]
         while len(self._states) > NUM_KEPT:
             del self._states[min(self._states)]
 
-    def before(self, step: int) -> Place:
-        return max(((at, state) for at, state in list(self._states.items()) if at <= step), default=NOWHERE)
+    def before(self, step: int) -> IteratorState:
+        return max(((at, state) for at, state in list(self._states.items()) if at <= step), default=NO_STATE)

@@ -26,7 +26,7 @@ from typing import NoReturn
 from ringtrain.config import Config
 from ringtrain.messages.defects import format_defect, is_users_own
 from ringtrain.messages.escaping import escape, escape_block
-from ringtrain.runtime.leftovers import describe_command, hand_over
+from ringtrain.runtime.orphans import describe_command, hand_over
 
 FLUSH_SECONDS = 5.0
 LONGEST_TICK_SECONDS = 1.0

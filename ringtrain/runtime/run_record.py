@@ -24,7 +24,7 @@ MAX_BYTES = 2**20
 NO_WORD = (OSError, ValueError, KeyError, TypeError)  # missing or invalid file
 
 
-class RunTold(NamedTuple):
+class StartRecord(NamedTuple):
     """Run directory opened by rank 0."""
 
     path: Path  # absolute
@@ -32,20 +32,20 @@ class RunTold(NamedTuple):
     is_complete: bool
 
 
-class EndTold(NamedTuple):
+class EndRecord(NamedTuple):
     status: str  # ``completed``, ``preempted``, or the failure, such as ``data``
     exit_code: int
     message: str | None = None
     stopped_by: str | None = None  # if preempted: ``signal``, ``file`` or ``time``
 
 
-def tell_run(path: Path, *, step: int, is_complete: bool) -> None:
+def record_start(path: Path, *, step: int, is_complete: bool) -> None:
     """Report the open run directory, on rank 0."""
     values = {"path": str(path.absolute()), "step": step, "is_complete": is_complete}
     _tell(RUN_FILE, values, replaces=True)
 
 
-def tell_end(values: Mapping[str, Any]) -> None:
+def record_end(values: Mapping[str, Any]) -> None:
     """Any rank's first report wins."""
     _tell(END_FILE, values, replaces=False)
 
@@ -66,7 +66,7 @@ def find_supervisor() -> int | None:
     return int(pid) if pid.isdigit() else None
 
 
-def tell_left() -> None:
+def record_exit() -> None:
     """Report that this rank has finished; user code may exit with 0 earlier."""
     named = os.environ.get(LEFT_VARIABLE)
     if named:
@@ -74,18 +74,18 @@ def tell_left() -> None:
             Path(named).touch()
 
 
-def read_run(directory: Path) -> RunTold | None:
+def read_run(directory: Path) -> StartRecord | None:
     with contextlib.suppress(*NO_WORD):
         values = parse_json(read_bounded(directory / RUN_FILE, MAX_BYTES))
-        return RunTold(path=Path(values["path"]), step=int(values["step"]), is_complete=bool(values["is_complete"]))
+        return StartRecord(path=Path(values["path"]), step=int(values["step"]), is_complete=bool(values["is_complete"]))
     return None
 
 
-def read_end(directory: Path) -> EndTold | None:
+def read_end(directory: Path) -> EndRecord | None:
     with contextlib.suppress(*NO_WORD):
         values = parse_json(read_bounded(directory / END_FILE, MAX_BYTES))
         status, exit_code = str(values["status"]), int(values["exit_code"])
-        return EndTold(status, exit_code, values.get("message"), values.get("stopped_by"))
+        return EndRecord(status, exit_code, values.get("message"), values.get("stopped_by"))
     return None
 
 

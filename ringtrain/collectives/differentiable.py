@@ -1,11 +1,13 @@
 """Four differentiable operations between a tensor that all ranks hold (the whole) and a rank's part.
 
-    take    whole -> this rank's rows        gather  this rank's rows -> whole, in the order of the ranks
-    all_reduce_gradient  whole -> the same, used here     add     this rank's part -> the sum over all ranks
+    take                 whole -> this rank's rows
+    gather               this rank's rows -> whole, in the order of the ranks
+    all_reduce_gradient  whole -> the same, used here
+    add                  this rank's part -> the sum over all ranks
 
-Those in a row are each other's gradients. A whole's gradient is identical on all ranks, since they compute the same
-loss from it; so a rank takes its rows unscaled, and uses of the same whole add up. Names must be unique in the graph
-and the same on all ranks.
+``take`` and ``gather`` are each other's gradients, and so are the other two. A whole's gradient is identical on all
+ranks, since they compute the same loss from it; so a rank takes its rows unscaled, and uses of the same whole add up.
+Names must be unique in the graph and the same on all ranks.
 """
 
 from __future__ import annotations

@@ -23,19 +23,18 @@ from ringtrain.keras.exchange import Accumulation, Exchange
 from ringtrain.keras.fit_log import FitLog
 from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY, TrainingGuard
 from ringtrain.keras.rank_state import (
-    CALLBACKS,
     RANKS,
     Arrays,
     add_metrics,
     best_weights_of,
     counts_of,
+    gather_arrays,
     is_extra,
     metrics_of,
     own_of,
-    pack,
+    scatter_arrays,
     set_counts,
     set_own,
-    unpack,
 )
 from ringtrain.keras.votes import Votes
 from ringtrain.messages.ranks import name_ranks
@@ -128,7 +127,7 @@ class FitSession:
         if self._is_complete:
             self.model._initial_epoch = self._config.epochs
             return
-        self._resumed = self._receive_own(named)
+        self._resumed = scatter_arrays(self._collective, named, former_size=self._start.size or 0)
         place = Position(progress.epochs_done, progress.batches_done, self._step)
         if self._start.size != size:
             if progress.batches_done:
@@ -292,33 +291,10 @@ class FitSession:
             own |= {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
         own |= self._log.own()
         own |= self.batches.read_state(self._progress.batches_done)
-        packed = pack(own)
-        sizes = all_gather_object(self._collective, packed.size, name="fit/sizes")
-        of_all = self._collective.all_gather(tf.constant(packed), name="fit/own").numpy()
+        parts = gather_arrays(self._collective, own)
         if not self._collective.world.is_rank0:
             return {}
-        parts = np.split(of_all, np.cumsum(sizes)[:-1])
         return {f"{RANKS}{rank}": part for rank, part in enumerate(parts)} | best_weights_of(self._others)
-
-    def _receive_own(self, named: Mapping[str, npt.NDArray[Any]]) -> Arrays:
-        """Receive this rank's state, and callbacks' best weights. Collective."""
-        world, size = self._collective.world, self._start.size or 0
-        names = [f"{RANKS}{rank}" for rank in range(size)]
-        of_callbacks = sorted(name for name in named if name.startswith(CALLBACKS))
-        packed = [named[name] for name in names] if named else []
-        sizes = run_on_rank0(self._collective, lambda: [int(part.size) for part in packed], name="fit/own_sizes")
-        given = np.concatenate(packed) if packed else np.zeros(sum(sizes), np.uint8)
-        [of_all] = self._collective.broadcast([tf.constant(given)], name="fit/own_values")
-        parts = np.split(of_all.numpy(), np.cumsum(sizes)[:-1])
-        own = unpack(parts[world.rank if size == world.size else 0])
-        if size != world.size:
-            own = {name: value for name, value in own.items() if name.startswith("counts/")}
-        best = pack({name: named[name] for name in of_callbacks})
-        size = run_on_rank0(self._collective, lambda: int(best.size), name="fit/best_size")
-        [best] = self._collective.broadcast(
-            [tf.constant(best if world.is_rank0 else np.zeros(size, np.uint8))], name="fit/best_values"
-        )
-        return own | unpack(best.numpy())
 
     def _require_shared_weights(self) -> None:
         if not self.model.built:

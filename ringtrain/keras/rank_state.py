@@ -5,13 +5,15 @@ from __future__ import annotations
 import collections
 import io
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
+from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
 from ringtrain.run.variables import is_seed_state
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -154,3 +156,32 @@ def pack(arrays: Arrays) -> npt.NDArray[np.uint8]:
 def unpack(data: npt.NDArray[np.uint8]) -> Arrays:
     with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as arrays:
         return {name.replace("|", "/"): arrays[name] for name in arrays.files}
+
+
+def gather_arrays(collective: Collective, arrays: Arrays) -> list[npt.NDArray[np.uint8]]:
+    """Return every rank's packed arrays. Collective."""
+    packed = pack(arrays)
+    sizes = all_gather_object(collective, packed.size, name="fit/sizes")
+    of_all = collective.all_gather(tf.constant(packed), name="fit/own").numpy()
+    return np.split(of_all, np.cumsum(sizes)[:-1])
+
+
+def scatter_arrays(collective: Collective, named: Mapping[str, npt.NDArray[Any]], *, former_size: int) -> Arrays:
+    """Return this rank's arrays, and callbacks' best weights, of the checkpoint that rank 0 has read. Collective.
+
+    If the number of ranks has changed, only what is the same on all ranks.
+    """
+    world = collective.world
+    packed = [named[f"{RANKS}{rank}"] for rank in range(former_size)] if named else []
+    sizes = run_on_rank0(collective, lambda: [int(part.size) for part in packed], name="fit/own_sizes")
+    given = np.concatenate(packed) if packed else np.zeros(sum(sizes), np.uint8)
+    [of_all] = collective.broadcast([tf.constant(given)], name="fit/own_values")
+    parts = np.split(of_all.numpy(), np.cumsum(sizes)[:-1])
+    own = unpack(parts[world.rank if former_size == world.size else 0])
+    if former_size != world.size:
+        own = {name: value for name, value in own.items() if name.startswith("counts/")}
+    best = pack({name: value for name, value in sorted(named.items()) if name.startswith(CALLBACKS)})
+    size = run_on_rank0(collective, lambda: int(best.size), name="fit/best_size")
+    mine = tf.constant(best if world.is_rank0 else np.zeros(size, np.uint8))
+    [best] = collective.broadcast([mine], name="fit/best_values")
+    return own | unpack(best.numpy())

@@ -117,6 +117,8 @@ def create_step(
 def warn_of_settings(
     workload: Workload, config: Config, step: TrainStep, print_line: Callable[[str], None], *, is_parallel: bool
 ) -> None:
+    warn_of_python(step.python_operations, print_line)
+    warn_of_own_step(step.model, print_line)
     warn_of_best(config, print_line)
     if step.not_compiled:
         print_line(f"XLA compiles no part of the step: {step.not_compiled}.")

@@ -28,8 +28,6 @@ from ringtrain.training.creation import (
     create_model,
     create_step,
     set_up_keras,
-    warn_of_own_step,
-    warn_of_python,
     warn_of_settings,
 )
 from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
@@ -52,7 +50,6 @@ class Job:
     evaluation_batches: Batches | None
     eval_step: EvalStep | None
     labels_to_check: Sequence[Labels]  # of the first batches, unless checked in memory
-    num_threads: int
     times: StepTimes
     contents: Contents
 
@@ -129,8 +126,6 @@ def create_job(
         return step, evaluated, create_eval_step(workload, config, step, evaluated, collective, spec)
 
     step, evaluated, eval_step = raise_on_all_ranks(collective, trace, name="step")
-    warn_of_python(step.python_operations, print_line)
-    warn_of_own_step(model, print_line)
     warn_of_settings(workload, config, step, print_line, is_parallel=collective.world.size > 1)
     job = Job(
         workload=workload,
@@ -143,7 +138,6 @@ def create_job(
         evaluation_batches=evaluated,
         eval_step=eval_step,
         labels_to_check=() if are_labels_unmodified(workload, sources.train) else step.labels,
-        num_threads=num_threads,
         times=StepTimes(times_communication=step.times_communication),
         contents=contents,
     )

@@ -9,7 +9,7 @@
 extern "C" {
 
 enum TF_DataType { TF_FLOAT = 1, TF_DOUBLE = 2, TF_INT32 = 3, TF_INT64 = 9, TF_BFLOAT16 = 14, TF_HALF = 19 };
-enum TF_Code { TF_OK = 0, TF_UNKNOWN = 2, TF_FAILED_PRECONDITION = 9, TF_ABORTED = 10 };
+enum TF_Code { TF_OK = 0, TF_ABORTED = 10 };
 
 struct TF_KernelBuilder;
 struct TF_OpDefinitionBuilder;
@@ -24,7 +24,6 @@ TF_Status* TF_NewStatus();
 void TF_DeleteStatus(TF_Status*);
 void TF_SetStatus(TF_Status*, TF_Code, const char* message);
 TF_Code TF_GetCode(const TF_Status*);
-const char* TF_Message(const TF_Status*);
 
 TF_Tensor* TF_NewTensor(TF_DataType, const int64_t* dims, int num_dims, void* data, size_t bytes,
                         void (*release)(void* data, size_t bytes, void* argument), void* argument);

@@ -1,5 +1,6 @@
 #include "transport.h"
 
+#include <errno.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <signal.h>

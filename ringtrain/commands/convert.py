@@ -1,4 +1,4 @@
-"""Make TFRecord files of an image folder or of CIFAR-10.
+"""Convert an image folder or CIFAR-10 to TFRecord files.
 
 Of CIFAR-10 it takes the binary files.
 

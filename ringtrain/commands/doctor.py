@@ -1,4 +1,4 @@
-"""Say whether training would work here, and what would help.
+"""Check the installation, and report what to fix.
 
 Under a launcher it also says whether its ranks can work together.
 

@@ -1,4 +1,4 @@
-"""Write the model of a run for use without ringtrain.
+"""Export the model of a run for use without ringtrain.
 
 It has the weights that an evaluation uses. One process.
 

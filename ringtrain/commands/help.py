@@ -25,8 +25,8 @@ LONGEST_CHOICE = 20  # characters of a|b|c; longer ones are listed in the text
 OVERVIEW = f"""\
 usage: {PROGRAM} [COMMAND] [ARGUMENTS]
 
-Trains a TensorFlow/Keras model on many GPUs or cores, one process each, which a
-launcher starts. Without a command it trains.
+Train TensorFlow/Keras models on many GPUs or cores, one process each, which a
+launcher starts. The default command is train.
 
 commands:
 {{commands}}

@@ -1,4 +1,4 @@
-"""Write a template of a workload, which can be trained at once.
+"""Write a workload template that is ready to train.
 
 It is a file of forty lines, and trains on synthetic data.
 

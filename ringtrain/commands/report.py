@@ -1,4 +1,4 @@
-"""Write what happened in one run or several as one HTML file.
+"""Write an HTML report of one or more runs.
 
 It needs no network. One process.
 

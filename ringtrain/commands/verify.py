@@ -1,4 +1,4 @@
-"""See that N processes train what one trains, on your own model.
+"""Check that N processes train your model exactly as one does.
 
 It trains the same batches under several numbers of processes, which it starts itself, and compares weights, optimizer
 slots, losses and samples. Use no launcher.

@@ -1,4 +1,4 @@
-"""List the built-in workloads, with what they train on.
+"""List the built-in workloads and their data.
 
 The table has the model, the data, the batch size, the length and the number of parameters of each.
 

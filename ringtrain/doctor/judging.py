@@ -166,7 +166,7 @@ def judge_launchers(facts: Facts) -> Finding:
     fails, version = launchers.mpirun_failure, launchers.mpirun_version
     mpirun = f"which fails: {fails}" if fails else version or "of an unknown MPI"
     has_srun = launchers.srun_mpi not in (None, HOROVODRUN)
-    cannot = "gives no answer" if launchers.srun_mpi is None else "knows neither PMIx nor PMI2"
+    cannot = "does not respond" if launchers.srun_mpi is None else "knows neither PMIx nor PMI2"
     srun = f"srun (--mpi={launchers.srun_mpi})" if has_srun else f"srun (which {cannot})"
     words = {"horovodrun": "horovodrun", "mpirun": f"mpirun ({mpirun})", "srun": srun}
     found = [text for name, text in words.items() if getattr(launchers, name)]
@@ -197,18 +197,18 @@ def judge_gpus(facts: Facts) -> Finding:
         return Finding("broken", text, remedy)
     if hardware.gpu_failure:
         remedy = "reinstall the NVIDIA driver, or give the container its GPUs (--gpus all)"
-        return Finding("warning", f"nvidia-smi fails: {hardware.gpu_failure}; computes on cores", remedy)
+        return Finding("warning", f"nvidia-smi fails: {hardware.gpu_failure}; training runs on CPU cores", remedy)
     if not gpus and not seen:
-        return Finding("ok", "none: computes on cores")
+        return Finding("ok", "none: training runs on CPU cores")
     counts = Counter(gpu.name for gpu in gpus)
     kinds = ", ".join(f"{count} x {name}" for name, count in counts.items()) or f"{seen} GPUs"
     driver = f", driver {gpus[0].driver}" if gpus else ""
     text = f"{kinds}{driver}; TensorFlow sees {seen}{hidden}"
     if not seen and hardware.cuda_visible_devices in ("", "-1"):
-        return Finding("ok", f"{kinds}, hidden by CUDA_VISIBLE_DEVICES: computes on cores")
+        return Finding("ok", f"{kinds}, hidden by CUDA_VISIBLE_DEVICES: training runs on CPU cores")
     if not seen:
         remedy = "pip install 'tensorflow[and-cuda]'" if stack.cuda else "install a TensorFlow that is built for CUDA"
-        return Finding("warning", f"{text}: computes on cores", remedy)
+        return Finding("warning", f"{text}: training runs on CPU cores", remedy)
     if any(gpu.mig for gpu in gpus):
         remedy = "NCCL joins no two slices of one GPU: switch MIG off (nvidia-smi -mig 0), or train in one process"
         return Finding("warning", f"{text}; MIG is on", remedy)

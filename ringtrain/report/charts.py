@@ -59,7 +59,7 @@ def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
     ]
     if set(STEP_PARTS) & set(names):
         times = {f"train/{name}": title for name, title in TIMES.items() if name in names}
-        charts.append(Chart("Time of a step", unit="s", scale="zero", curves=times))
+        charts.append(Chart("Step time", unit="s", scale="zero", curves=times))
     return charts
 
 

@@ -11,18 +11,18 @@ Events = Sequence[Mapping[str, Any]]
 
 # Fields of ``train`` events.
 STEP_PARTS = {
-    "input_sec": "waiting for data",
-    "compute_sec": "computing",
-    "communication_sec": "communicating",
-    "other_sec": "rest of the steps",
+    "input_sec": "input",
+    "compute_sec": "compute",
+    "communication_sec": "communication",
+    "other_sec": "other time of the steps",
 }
 PARTS = {
     **STEP_PARTS,
     "training": "training steps",
     "evaluation": "evaluation",
-    "lost": "lost by a failure",
+    "lost": "lost after a failure",
     "killed": "from a kill to the next start",
-    "rest": "start-up, saves, the rest",
+    "rest": "start-up, saves, other",
 }
 SAVED_ALL = ("completed", "preempted")
 

@@ -185,7 +185,7 @@ def test_everything_is_reached_by_tab_with_a_focus_that_is_seen(browser: Page, c
     assert [name for name in dict.fromkeys(reached) if name in charts] == charts
     assert reached[0] == "Skip to the curves"
     assert reached.count("run") == 3
-    assert {"axis", "Summary of the runs", "What happened"} <= set(reached)
+    assert {"axis", "Summary of the runs", "Events"} <= set(reached)
 
 
 def test_a_mouse_shows_values_and_enlarges_what_it_drags_across(browser: Page, run: Path) -> None:

@@ -219,7 +219,7 @@ def test_the_loss_on_the_data_is_drawn_where_it_is_another() -> None:
     usual = ["Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput, all ranks"]
     assert titles() == usual
     assert titles(data_loss=0.5) == ["Loss", "Loss on the data, without regularisation", *usual[1:]]
-    assert titles(input_sec=0.1)[-1] == "Time of a step"
+    assert titles(input_sec=0.1)[-1] == "Step time"
 
 
 def test_restarts_warnings_and_ends_are_marked_at_their_steps(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_run_of_a_single_curve_is_drawn() -> None:
     assert figure["layout"]["xaxis"]["range"] == [0, 6]
 
 
-# --- Where the time went ---
+# --- Time breakdown ---
 
 
 def at(seconds: float, event: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def test_the_ranks_of_the_last_start_are_listed_with_what_they_used(tmp_path: Pa
     usage = [{"input_sec": 2.0, "peak_memory_mib": 1500 + rank} for rank in range(2)]
     events = [START | {"ranks": places[:1]}, END, START | {"ranks": places}, END | {"ranks": usage}]
     assert list_ranks(RunRecord(path=tmp_path, events=events)) == (
-        ["node", "device", "cores", "process ID", "waiting for data", "peak memory"],
+        ["node", "device", "cores", "process ID", "input", "peak memory"],
         [["n0", "CPU", "0-3", "7", "2.0 s", "1,500 MiB"], ["n1", "CPU", "0-3", "7", "2.0 s", "1,501 MiB"]],
         0,
     )

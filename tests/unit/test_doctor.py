@@ -168,7 +168,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
         {"mpirun": None, "horovodrun": None, "srun": "/bin/srun", "srun_mpi": "horovodrun"},
         "launchers", "broken", "neither PMIx nor PMI2", "openmpi",
     ),
-    "srun is silent": ({"srun": "/bin/srun"}, "launchers", "ok", "srun (which gives no answer)", ""),
+    "srun is silent": ({"srun": "/bin/srun"}, "launchers", "ok", "srun (which does not respond)", ""),
     "mpirun refuses root": ({"refuses_root": True}, "launchers", "warning", "refuses root", "OMPI_ALLOW_RUN_AS_ROOT"),
     "under a launcher": ({**RANKS, "mpirun": None, "horovodrun": None}, "launchers", "ok", "this is srun", ""),
     "GPUs with NCCL": ({**GPUS, **NCCL}, "GPUs", "ok", "2 x NVIDIA H200, driver 570.1; TensorFlow sees 2; NCCL 2.", ""),
@@ -180,7 +180,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     ),
     "GPUs hidden": ({"gpus": TWO_GPUS, "cuda_visible_devices": ""}, "GPUs", "ok", "hidden by CUDA_VISIBLE_DEVICES", ""),
     "GPUs unseen": ({"gpus": TWO_GPUS, "cuda": "12.5"}, "GPUs", "warning", "TensorFlow sees 0", "[and-cuda]"),
-    "TensorFlow without CUDA": ({"gpus": TWO_GPUS}, "GPUs", "warning", "computes on cores", "built for CUDA"),
+    "TensorFlow without CUDA": ({"gpus": TWO_GPUS}, "GPUs", "warning", "training runs on CPU cores", "built for CUDA"),
     "a broken driver": ({"gpu_failure": "no NVML"}, "GPUs", "warning", "nvidia-smi fails: no NVML", "--gpus all"),
     "GPUs without NCCL": (GPUS, "GPUs", "warning", "no NCCL", "HOROVOD_GPU_OPERATIONS=NCCL"),
     "MIG": (

@@ -145,7 +145,7 @@ def test_each_option_has_its_docstring_beside_it() -> None:
 def test_the_screens_are_made_of_what_the_files_say() -> None:
     from ringtrain.commands import convert
 
-    assert "  convert    Make TFRecord files of an image folder" in show_overview(COMMANDS)
+    assert "  convert    Convert an image folder" in show_overview(COMMANDS)
     text = show_help(convert.Options)
-    assert text.startswith("usage: python -m ringtrain convert SOURCE DESTINATION [--NAME VALUE ...]\n\nMake TFRecord")
+    assert text.startswith("usage: python -m ringtrain convert SOURCE DESTINATION [--NAME VALUE ...]\n\nConvert an image")
     assert "--kind NAME what the source is: auto, image_folder, cifar10 (auto)" in " ".join(text.split())

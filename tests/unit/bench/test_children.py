@@ -28,7 +28,7 @@ def run(*commands: Command, directory: Path, timeout: float = 30) -> Finished:
     return run_together(commands, directory, env=dict(os.environ), cwd=directory, timeout=timeout)
 
 
-def test_a_process_that_fails_is_told_with_its_last_lines(tmp_path: Path) -> None:
+def test_a_failed_process_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError, match=r"ended with 3; its last lines:\n    the reason"):
         run(python("print('the reason', flush=True); raise SystemExit(3)"), directory=tmp_path)
 
@@ -40,7 +40,7 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert time.monotonic() - start < 20
 
 
-def test_what_a_process_leaves_behind_is_ended(tmp_path: Path) -> None:
+def test_processes_that_a_child_leaves_behind_are_ended(tmp_path: Path) -> None:
     run(python(ORPHAN, str(tmp_path / "pid")), directory=tmp_path)
     stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"  # which nobody has reaped yet
@@ -52,7 +52,7 @@ def test_the_first_line_of_a_step_is_timed(tmp_path: Path) -> None:
     assert run(python("print('done')"), directory=tmp_path).sec_until_first_step is None
 
 
-def test_a_contender_that_fails_leaves_the_others_measured(tmp_path: Path) -> None:
+def test_a_failed_contender_does_not_stop_the_others(tmp_path: Path) -> None:
     def contender(name: str, code: str) -> Contender:
         read = lambda finished: Outcome(figures={"step": 1.0}, checked=f"{name} was")  # noqa: E731
         return Contender(name=name, description="", commands=(python(code),), read=read)

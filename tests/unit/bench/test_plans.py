@@ -89,7 +89,7 @@ def test_the_cnn_logs_as_often_as_ringtrain_does_by_itself() -> None:
     assert command.argv[command.argv.index("--log_every") + 1] == str(Config.log_every)
 
 
-def test_the_stock_loop_has_no_setting_and_the_other_has_all_of_ringtrains() -> None:
+def test_minimal_has_all_ringtrain_settings_and_stock_has_none() -> None:
     [stock], [same] = commands(plan(), "minimal_stock"), commands(plan(), "minimal")
     assert stock.env == {}
     assert "--cores" not in stock.argv
@@ -110,7 +110,7 @@ def test_processes_without_a_launcher_are_one_for_each_rank(name: str) -> None:
     assert [command.argv[command.argv.index("--rank") + 1] for command in started] == ["0", "1"]
 
 
-def test_workers_agree_on_the_cluster_and_each_has_its_own_place() -> None:
+def test_workers_share_the_cluster_and_have_their_own_index() -> None:
     clusters = [
         json.loads(fill_in(command, Path("/d"), [1234, 5678]).env["TF_CONFIG"])
         for command in commands(plan(), "tf_distribute")
@@ -133,7 +133,7 @@ def test_contenders_that_are_left_out_are_not_compared() -> None:
     assert [(each.name, each.other) for each in experiment.comparisons] == [("ringtrain", "bound")]
 
 
-def test_what_a_start_goes_on_from_is_trained_before_the_rounds() -> None:
+def test_the_run_that_a_start_resumes_is_trained_before_rounds() -> None:
     [experiment] = plan_starts(BenchOptions(), SETTINGS)
     assert experiment.reference is not None
     [first], [cold] = experiment.reference.commands, commands(experiment, "ringtrain")
@@ -166,7 +166,7 @@ def without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
     return [word for number, word in enumerate(argv) if not {word, argv[number - 1]} & set(names)]
 
 
-def test_everything_is_on_in_the_loop_that_is_held_against_a_plain_one() -> None:
+def test_all_features_are_on_in_the_loop_compared_with_minimal() -> None:
     for experiment in plan_loops(BenchOptions(models="CNN,WIDE,TINY"), SETTINGS):
         [command] = commands(experiment, "ringtrain_saving")
         assert command.env == {}
@@ -210,7 +210,7 @@ def test_contenders_that_a_mode_has_not_are_refused(mode: str, contenders: str, 
         (["show", "missing.json"], "'missing.json' is no result file"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_wrong_input_gives_a_one_line_error(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments) == 2
@@ -218,7 +218,7 @@ def test_what_is_wrong_is_said_in_one_line(
     assert words in line
 
 
-def test_all_modes_leave_out_what_the_options_rule_out_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_all_skips_modes_that_the_options_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_one = mock.Mock(return_value=0)
     monkeypatch.setattr("benchmarks.__main__.bench_one", bench_one)
     monkeypatch.setattr(signal, "signal", mock.Mock())
@@ -248,7 +248,7 @@ def test_some_variations_alone_can_be_measured() -> None:
     assert [(each.name, each.other) for each in experiment.comparisons] == [("ringtrain", "spinning")]
 
 
-def test_each_variable_that_ringtrain_chooses_is_undone_in_some_variation() -> None:
+def test_a_variation_undoes_each_variable_that_ringtrain_sets() -> None:
     varied = {variable for variation in VARIATIONS.values() for variable in variation.env}
     chosen = {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"}
     assert chosen <= varied & set(SETTINGS.env)
@@ -268,7 +268,7 @@ def test_contenders_get_none_of_the_users_settings() -> None:
     assert not {"HOROVOD_CYCLE_TIME", "TF_NUM_INTRAOP_THREADS", "OMPI_MCA_x"} & set(env)
 
 
-def test_each_round_has_every_contender_once_in_an_order_of_the_seed() -> None:
+def test_each_round_has_every_contender_once_in_seeded_order() -> None:
     contenders = plan().contenders
     orders = plan_orders(contenders, 20, seed=3)
     names = [[each.name for each in order] for order in orders]
@@ -278,18 +278,18 @@ def test_each_round_has_every_contender_once_in_an_order_of_the_seed() -> None:
     assert orders != plan_orders(contenders, 20, seed=4)
 
 
-def test_a_ring_of_two_sends_all_of_the_data_and_a_large_one_twice_as_much() -> None:
+def test_bus_bandwidth_counts_what_a_ring_sends() -> None:
     assert bus_bandwidth(10**9, 1.0, 2) == 1e9
     assert bus_bandwidth(10**9, 1.0, 1000) == pytest.approx(2e9, rel=2e-3)
 
 
-def test_result_files_name_no_place_of_this_machine(tmp_path: Path) -> None:
+def test_result_files_contain_no_path_of_this_machine(tmp_path: Path) -> None:
     assert shorten(str(PEERS / "one_process.py")) == "benchmarks/peers/one_process.py"
     assert shorten(str(tmp_path / "data")) == "data"
     assert shorten("--steps") == "--steps"
 
 
-def test_another_environment_starts_the_same_command_with_its_own_programs() -> None:
+def test_another_environment_runs_the_command_with_its_programs() -> None:
     names = ("ringtrain", "ringtrain_again", "ringtrain_other")
     options = BenchOptions(models="TINY", contenders=",".join(names), other_python=Path(sys.executable))
     [experiment] = plan_steps(options, SETTINGS)
@@ -303,7 +303,7 @@ def test_another_environment_starts_the_same_command_with_its_own_programs() -> 
 
 
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/false"])
-def test_what_is_no_other_environment_is_refused(python: str) -> None:
+def test_an_invalid_other_environment_is_refused(python: str) -> None:
     with pytest.raises(UsageError, match=rf"other_python '{python}' is no interpreter with all of tensorflow, keras"):
         plan_steps(BenchOptions(models="TINY", other_python=Path(python)), SETTINGS)
 
@@ -339,7 +339,7 @@ def test_wrong_options_are_refused(options: dict[str, object], words: str) -> No
         BenchOptions(**options)  # type: ignore[arg-type]
 
 
-def test_peers_are_given_the_samples_of_each_step(tmp_path: Path) -> None:
+def test_peers_get_the_samples_of_each_step(tmp_path: Path) -> None:
     write_order("TINY", 2, 7, tmp_path)
     order = np.load(tmp_path / ORDER_FILE)
     spec = MODELS["TINY"]

@@ -75,7 +75,7 @@ def train(name: str, part: slice) -> Outcome:
     return Outcome(figures={}, loss=1.0, weights=model.get_weights(), first_weights=first)
 
 
-def test_a_step_is_the_median_of_what_came_after_the_warm_up(tmp_path: Path) -> None:
+def test_a_step_time_is_the_median_after_the_warm_up(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     seconds = [9.0, 0.1, 0.2, 0.9]
@@ -95,7 +95,7 @@ def test_processes_apart_count_by_their_mean_speed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_own_data, read_start, read_unconnected])
-def test_what_left_nothing_is_not_taken_for_a_result(read: Any, tmp_path: Path) -> None:
+def test_missing_output_is_not_taken_for_a_result(read: Any, tmp_path: Path) -> None:
     with pytest.raises(UnreadableError):
         read_outcome(Contender("c", "", (), read), Finished(directory=tmp_path, sec_until_first_step=None))
 
@@ -142,7 +142,7 @@ def test_a_failed_run_is_shown_and_not_counted() -> None:
     assert "1 pairs" in text
 
 
-def test_contenders_that_are_compared_with_nothing_have_a_table_all_the_same() -> None:
+def test_contenders_without_comparisons_have_a_table() -> None:
     alone = result()
     alone["experiments"][0]["comparisons"] = []
     text = "\n".join(describe_result(alone))
@@ -151,7 +151,7 @@ def test_contenders_that_are_compared_with_nothing_have_a_table_all_the_same() -
     assert text.endswith("all 4 runs ended well and were checked")
 
 
-def test_rounds_that_are_missing_are_told() -> None:
+def test_missing_rounds_are_reported() -> None:
     cut = result()
     cut["experiments"][0]["rounds_wanted"] = 7
     assert "CNN: 2 of 7 rounds were run" in "\n".join(describe_result(cut))
@@ -190,7 +190,7 @@ def changed(**values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_is_no_result_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+def test_an_invalid_result_file_gives_a_one_line_error(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "bench-step.json"
     WRONG[kind](path)
     with pytest.raises(UsageError, match="no result file of the benchmarks") as raised:
@@ -198,7 +198,7 @@ def test_what_is_no_result_is_refused_in_one_line(kind: str, tmp_path: Path) -> 
     assert "\n" not in str(raised.value)
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = BenchOptions(output=tmp_path / "file" / "result.json")
     with pytest.raises(UsageError, match=r"result\.json' cannot be written: .*Give another place with --output"):

@@ -20,7 +20,7 @@ def test_the_interval_of_the_median_is_that_of_the_tables(count: int, place: int
 
 
 @pytest.mark.parametrize("count", [3, 6, 8, 9, 10])
-def test_the_confidence_is_the_share_of_samples_whose_interval_holds_the_median(count: int) -> None:
+def test_the_confidence_is_the_coverage_of_the_median(count: int) -> None:
     place, confidence = choose_order_statistic(count)
     # Each value lies below or above the true median with the same chance: all cases are alike.
     held = sum(place <= sum(below) <= count - place for below in itertools.product((0, 1), repeat=count))

@@ -68,9 +68,7 @@ def end_told(status: str, exit_code: int, message: str | None = None, stopped_by
         (attempt(signals=[signal.SIGINT], is_cut_short=True, launcher_code=None), 1),
     ],
 )
-def test_the_exit_code_is_what_the_run_told_then_what_the_first_failing_rank_did(
-    ended: Attempt, exit_code: int
-) -> None:
+def test_the_exit_code_is_the_run_s_or_the_first_failed_rank_s(ended: Attempt, exit_code: int) -> None:
     assert ended.exit_code == exit_code
 
 
@@ -85,7 +83,7 @@ def test_the_exit_code_is_what_the_run_told_then_what_the_first_failing_rank_did
         attempt(rank_end(1, None, "SIGKILL"), first_step=0),
     ],
 )
-def test_a_crash_is_followed_by_a_restart_from_the_newest_checkpoint(ended: Attempt) -> None:
+def test_a_crash_restarts_from_the_latest_checkpoint(ended: Attempt) -> None:
     decision = decide(ended, num_restarts=1, max_restarts=2)
     assert decision.restarts
     assert decision.reason == "restart 2 of 2, from the checkpoint of step 40"
@@ -105,7 +103,7 @@ def test_a_crash_is_followed_by_a_restart_from_the_newest_checkpoint(ended: Atte
         attempt(num_started=0),
     ],
 )
-def test_what_is_complete_or_wanted_or_would_come_again_is_not_started_again(ended: Attempt) -> None:
+def test_completed_requested_and_permanent_ends_do_not_restart(ended: Attempt) -> None:
     assert not decide(ended, num_restarts=0, max_restarts=5).restarts
 
 
@@ -123,7 +121,7 @@ def test_a_restart_without_progress_ends_the_loop() -> None:
     )
 
 
-def test_the_first_failing_rank_and_its_error_are_shown_and_then_the_end() -> None:
+def test_the_first_failed_rank_and_its_error_precede_the_end() -> None:
     ended = attempt(rank_end(1, 3), rank_end(0, 1), end=end_told("data", 3, "rank 1 on node7: no such file"))
     assert explain(ended) == [
         "rank 1 on node7 (pid 101) ended with exit code 3, the first to end",
@@ -133,12 +131,12 @@ def test_the_first_failing_rank_and_its_error_are_shown_and_then_the_end() -> No
     ]
 
 
-def test_an_end_that_the_rank_has_said_is_not_said_again() -> None:
+def test_an_end_that_the_rank_reported_is_not_repeated() -> None:
     ended = attempt(rank_end(1, 3), end=end_told("data", 3, "no such file"))
     assert explain(ended)[-1] == "  [1] more of it"
 
 
-def test_a_rank_that_the_watchdog_ended_is_not_named_as_the_first_to_end() -> None:
+def test_a_rank_ended_by_the_watchdog_is_not_the_first_to_fail() -> None:
     hang = "nothing has moved for 10 s: rank 0 waits for data of step 20"
     ended = attempt(rank_end(1, 6), rank_end(0, 6), end=end_told("hang", 6, hang))
     assert explain(ended) == [hang]
@@ -152,11 +150,11 @@ def test_a_rank_without_words_of_its_own_shows_its_last_lines() -> None:
     ]
 
 
-def test_a_run_that_saved_says_so_and_nothing_of_its_ranks() -> None:
+def test_a_run_that_saved_reports_only_that() -> None:
     assert explain(attempt(rank_end(1, 75), end=SAVED)) == ["stopped by SIGTERM: saved"]
 
 
-def test_a_launcher_that_starts_nothing_speaks_for_itself() -> None:
+def test_a_launcher_that_starts_no_rank_shows_its_last_lines() -> None:
     assert explain(attempt(num_started=0)) == [
         "mpirun ended with exit code 1 and had started no rank",
         "its last lines:",
@@ -182,7 +180,7 @@ def test_of_an_end_of_many_lines_the_first_few_are_shown() -> None:
     assert explain(ended)[-SHOWN_LINES:] == lines[:SHOWN_LINES]
 
 
-def test_a_rank_that_lost_the_others_is_a_consequence_and_not_told_last() -> None:
+def test_a_rank_that_lost_the_others_is_not_given_as_the_cause() -> None:
     message = "lost the other ranks"
     ended = attempt(rank_end(0, None, "SIGKILL"), rank_end(1, 1), end=end_told(LOST_RANKS, 1, message))
     assert explain(ended)[0] == "rank 0 on node7 (pid 100) was killed by SIGKILL, the first to end"
@@ -191,7 +189,7 @@ def test_a_rank_that_lost_the_others_is_a_consequence_and_not_told_last() -> Non
     assert explain(attempt(end=end_told(LOST_RANKS, 1, message)))[-1] == message
 
 
-def test_the_kernels_reason_is_told_with_what_helps() -> None:
+def test_an_out_of_memory_kill_is_reported_with_a_remedy() -> None:
     end = replace(rank_end(1, None, "SIGKILL"), memory_limit="the limit of 2.5 GiB of its cgroup")
     named, reason, *_ = explain(attempt(end))
     assert named.endswith("was killed by SIGKILL, the first to end")
@@ -200,7 +198,7 @@ def test_the_kernels_reason_is_told_with_what_helps() -> None:
     )
 
 
-def test_a_run_that_is_told_to_stop_before_it_listens_has_nothing_to_save() -> None:
+def test_a_stop_before_the_first_step_has_nothing_to_save() -> None:
     ended = attempt(rank_end(0, None, "SIGINT"), signals=[signal.SIGINT])
     assert explain(ended) == ["stopped before the first step; there was nothing to save"]
 

@@ -55,14 +55,14 @@ def wait_for_sleepers(process: MarkedProcess, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_work_that_returns_leaves_nothing_and_its_code() -> None:
+def test_work_that_returns_leaves_no_process_and_its_exit_code() -> None:
     with guarded("pass") as (process, _):
         assert process.popen.wait(10) == 7
         assert process.pids() == []
 
 
 @pytest.mark.parametrize("who", ["guard", "worker"])
-def test_whoever_is_killed_the_other_one_ends_all(who: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_kill_of_either_process_ends_all(who: str, capfd: pytest.CaptureFixture[str]) -> None:
     with guarded("time.sleep(600)") as (process, worker):
         wait_for_sleepers(process, 2)
         os.kill(worker if who == "worker" else process.popen.pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_whoever_is_killed_the_other_one_ends_all(who: str, capfd: pytest.Captur
         assert process.wait_until_gone(10)
 
 
-def test_work_that_raises_leaves_nothing() -> None:
+def test_work_that_raises_leaves_no_process() -> None:
     with guarded("raise KeyError") as (process, _):
         assert process.popen.wait(10) == 1
         assert process.pids() == []

@@ -54,7 +54,7 @@ print(sorted({"tensorflow", "keras", "numpy", "jinja2"} & set(sys.modules)))
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_may_have_been_meant_is_said(
+def test_a_typing_error_gives_a_suggestion(
     arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

@@ -38,12 +38,12 @@ def test_the_messages_that_are_explained_are_ringtrain_s(message: str) -> None:
     assert any(message in source for source in sources)
 
 
-def test_what_submit_says_is_shown() -> None:
+def test_the_page_shows_what_submit_prints() -> None:
     request = JobRequest(nodes=1, gpus_per_node=4, flags=("--out", "runs/resnet"))
     assert "\n".join(advise(request, "4711")) in PAGE
 
 
-def test_only_a_job_that_is_started_again_is_said_to_be() -> None:
+def test_advice_mentions_usr1_only_for_jobs_that_requeue() -> None:
     shape: dict[str, Any] = {"nodes": 1, "ranks_per_node": 2}
     assert "scancel --signal=USR1 7" in "\n".join(advise(JobRequest(**shape, mpi="pmix"), "7"))
     assert "scancel --batch --signal=USR1 7" in "\n".join(advise(JobRequest(**shape, mpi="horovodrun"), "7"))

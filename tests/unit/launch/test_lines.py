@@ -23,14 +23,14 @@ def label(pieces: list[bytes]) -> bytes:
 
 
 @given(st.lists(st.text("ab\n").map(str.encode)))
-def test_whatever_the_pieces_each_line_has_one_label_and_nothing_is_lost(pieces: list[bytes]) -> None:
+def test_lines_read_in_any_pieces_get_one_label_and_are_complete(pieces: list[bytes]) -> None:
     shown = label(pieces)
     whole = b"".join(pieces)
     expected = whole.split(b"\n")[:-1] + ([last] if (last := whole.rpartition(b"\n")[2]) else [])
     assert shown == b"".join(b"[1] " + line + b"\n" for line in expected)
 
 
-def test_a_line_without_an_end_is_shown_in_pieces_before_it_fills_the_memory() -> None:
+def test_an_endless_line_is_shown_in_pieces() -> None:
     shown = label([b"x" * 2**16] * 40)
     assert shown.count(b"x") == 40 * 2**16
     assert max(map(len, shown.split(b"\n"))) <= LONGEST_LINE_BYTES + 2**16 + len(b"[1] ")

@@ -24,7 +24,7 @@ def make_system(root: Path, *, version: int, own: int, node: int) -> Path:
     return root
 
 
-def test_of_two_limits_the_one_that_was_reached_is_named(tmp_path: Path) -> None:
+def test_the_memory_limit_that_was_reached_is_named(tmp_path: Path) -> None:
     for version in (1, 2):
         before = count_kills(make_system(tmp_path / str(version), version=version, own=1, node=5))
         assert list(before.values()) == [1, 5]
@@ -35,7 +35,7 @@ def test_of_two_limits_the_one_that_was_reached_is_named(tmp_path: Path) -> None
         assert find_limit(before, by_node) == NODE
 
 
-def test_where_the_kernel_tells_nothing_nothing_is_concluded(tmp_path: Path) -> None:
+def test_without_kernel_counters_no_limit_is_named(tmp_path: Path) -> None:
     assert count_kills(tmp_path) == {}
     assert find_limit({}, {}) is None
     assert find_limit({}, {NODE: 3}) is None, "kills before the first count are not known"

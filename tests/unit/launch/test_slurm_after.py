@@ -119,7 +119,9 @@ DECISIONS = [
 
 
 @pytest.mark.parametrize(("start", "restarts", "exit_code", "words"), DECISIONS)
-def test_what_follows_from_how_a_start_ended(start: Ended, restarts: bool, exit_code: int, words: list[str]) -> None:
+def test_the_end_of_a_start_decides_on_restart_and_exit_code(
+    start: Ended, restarts: bool, exit_code: int, words: list[str]
+) -> None:
     assert (why_not_again(start) is None, start.exit_code) == (restarts, exit_code)
     message = conclude(start)
     for text in words:
@@ -160,7 +162,7 @@ def test_a_job_s_state_is_read_from_scontrol(description: str | None, state: Job
     assert read_state(description, restarts=0) is state
 
 
-def test_a_job_that_has_been_started_again_before_is_running_all_the_same() -> None:
+def test_a_job_that_was_requeued_before_counts_as_running() -> None:
     assert read_state(describe("RUNNING", restarts=3), restarts=3) is None
 
 
@@ -178,7 +180,7 @@ srun: error: n1: task 0: Exited with exit code 75
 MPIRUN = "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed).\n"
 
 
-def test_the_first_rank_that_failed_since_the_last_start_is_found() -> None:
+def test_the_first_failed_rank_since_the_last_start_is_found() -> None:
     assert find_failed_rank(OUTPUT) == KILLED
     assert find_failed_rank(OUTPUT.partition("launch: job 7, restart 1")[0]) == LEFT
     assert find_failed_rank(OUTPUT.partition("ringtrain")[0]) is None
@@ -202,7 +204,7 @@ def test_the_first_rank_that_failed_since_the_last_start_is_found() -> None:
         ("Out Of Memory", False),
     ],
 )
-def test_a_rank_that_was_told_to_stop_is_told_from_one_that_failed(how: str, was_told: bool) -> None:
+def test_ranks_signalled_to_stop_do_not_count_as_failed(how: str, was_told: bool) -> None:
     assert FailedRank("task 0", "n1", how).was_told_to_stop is was_told
 
 
@@ -272,7 +274,7 @@ def test_a_run_that_has_saved_is_requeued_once(site: Site) -> None:
     assert not (site.submit / ".launch" / "7-0").exists()
 
 
-def test_where_requeueing_is_refused_the_script_is_submitted_anew_and_restarts_are_counted(site: Site) -> None:
+def test_a_refused_requeue_resubmits_and_counts_restarts(site: Site) -> None:
     set_scontrol(site, "echo 'Requested operation is presently disabled for job 7' >&2; exit 1")
     variables = {"SLURM_RESTART_COUNT": "2", "RINGTRAIN_LAUNCH_RESTARTS": "3", "SLURM_CONF": "/etc/slurm.conf"}
     exit_code, lines = follow_up(site, SIGNAL, variables)
@@ -286,7 +288,7 @@ def test_where_requeueing_is_refused_the_script_is_submitted_anew_and_restarts_a
     assert slurm == ["RINGTRAIN_LAUNCH_RESTARTS=6", "SLURM_CONF=/etc/slurm.conf"]
 
 
-def test_failures_without_a_newer_checkpoint_are_counted_over_restarts(site: Site) -> None:
+def test_failures_without_a_new_checkpoint_add_up_over_restarts(site: Site) -> None:
     exit_code, lines = follow_up(site, HANG, newest_step=100, failures=2)
     assert (exit_code, site.calls("scontrol")) == (6, [SHOW, [b"requeue", b"7"]])
     assert lines[-1].endswith("restart 1 of at most 20, 3 of at most 3 from the checkpoint of step 100.")
@@ -295,20 +297,20 @@ def test_failures_without_a_newer_checkpoint_are_counted_over_restarts(site: Sit
     assert read_failures(launched / "7-0") == 0
 
 
-def test_a_job_that_was_submitted_anew_is_left_the_number_of_failures(site: Site) -> None:
+def test_a_resubmitted_job_inherits_the_number_of_failures(site: Site) -> None:
     set_scontrol(site, "exit 1")
     assert follow_up(site, HANG, newest_step=100, failures=1)[0] == 6
     assert [(path.name, read_failures(path)) for path in (site.submit / ".launch").iterdir()] == [("8-0", 2)]
 
 
-def test_after_too_many_failures_nothing_is_started_and_nothing_is_left(site: Site) -> None:
+def test_too_many_failures_start_no_job_and_leave_no_files(site: Site) -> None:
     exit_code, lines = follow_up(site, HANG, newest_step=100, failures=3)
     assert (exit_code, site.calls("scontrol")) == (6, [SHOW])
     assert "4 starts have failed since the checkpoint of step 100" in lines[-1]
     assert list((site.submit / ".launch").iterdir()) == []
 
 
-def test_a_requeue_that_was_done_though_its_answer_was_lost_is_not_done_again(site: Site) -> None:
+def test_a_requeue_whose_reply_was_lost_is_not_repeated(site: Site) -> None:
     done = 'sed -i s/JobState=RUNNING/JobState=COMPLETING/ "$CALLS/description"'
     set_scontrol(site, f"{done}; echo 'Socket timed out on send/recv operation' >&2; exit 1")
     exit_code, lines = follow_up(site, SIGNAL)
@@ -316,7 +318,7 @@ def test_a_requeue_that_was_done_though_its_answer_was_lost_is_not_done_again(si
     assert site.calls("sbatch") == []
 
 
-def test_a_run_whose_settings_file_says_to_begin_anew_is_not_started_again(site: Site) -> None:
+def test_resume_never_in_the_settings_prevents_a_requeue(site: Site) -> None:
     run = site.submit / "runs" / "a"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("resume: never\noptimizer: {}\n")
@@ -325,7 +327,7 @@ def test_a_run_whose_settings_file_says_to_begin_anew_is_not_started_again(site:
     assert "resume: never" in lines[-1]
 
 
-def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:
+def test_a_refusal_of_requeue_and_sbatch_is_reported(site: Site) -> None:
     set_scontrol(site, "exit 1")
     site.set("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     exit_code, lines = follow_up(site, SIGNAL)
@@ -342,7 +344,7 @@ def test_where_nothing_is_taken_the_user_is_told(site: Site) -> None:
         (FILE, 75, "file"),
     ],
 )
-def test_other_ends_are_said_last_and_nothing_is_started(
+def test_other_ends_are_reported_last_without_a_restart(
     end: EndRecord | None, exit_code: int, words: str, site: Site
 ) -> None:
     (site.submit / "job.out").write_text("ringtrain's lines\n")
@@ -353,7 +355,7 @@ def test_other_ends_are_said_last_and_nothing_is_started(
     assert site.calls("sbatch") == []
 
 
-def test_a_start_that_slurm_has_given_up_leaves_all_as_it_is(site: Site) -> None:
+def test_a_start_that_slurm_abandoned_changes_nothing(site: Site) -> None:
     set_scontrol(site, restarts=1)
     exit_code, lines = follow_up(site, None)
     assert (exit_code, site.calls("scontrol")) == (137, [[b"show", b"job", b"7"]])
@@ -368,14 +370,14 @@ def test_a_cancelled_job_stays_cancelled(site: Site) -> None:
     assert "cancelled" in lines[-1]
 
 
-def test_a_rank_that_was_killed_is_named_although_the_others_saw_an_order_to_stop(site: Site) -> None:
+def test_a_killed_rank_is_named_although_others_were_signalled(site: Site) -> None:
     (site.submit / "job.out").write_text(OUTPUT)
     exit_code, lines = follow_up(site, SIGNAL)
     assert (exit_code, site.calls("scontrol")) == (137, [SHOW, [b"requeue", b"7"]])
     assert "The first to fail was task 1 on n2: Killed." in lines[-1]
 
 
-def test_outside_a_batch_script_there_is_nothing_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_outside_of_a_batch_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(UsageError, match="last line of a batch script"):
         main(["after", "--status", "0", "--script", "x", "--max_requeues", "1"])
@@ -411,11 +413,11 @@ def test_a_refusal_is_taken_at_once(site: Site, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("text", ["12", "12;cluster", "a notice of the site\n12"])
-def test_the_number_of_a_job_is_found_in_what_sbatch_prints(text: str) -> None:
+def test_the_job_number_is_read_from_sbatch_s_output(text: str) -> None:
     assert controller.read_job_number(text) == "12"
 
 
-def test_submit_says_what_can_be_done_about_the_job(
+def test_submit_prints_how_to_manage_the_job(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
@@ -436,7 +438,7 @@ def test_submit_says_what_can_be_done_about_the_job(
     assert site.calls("sbatch") == [[b"--parsable"]]
 
 
-def test_submit_says_why_sbatch_refuses(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_reports_why_sbatch_refuses(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(site.programs))
     site.set("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
@@ -444,7 +446,7 @@ def test_submit_says_why_sbatch_refuses(site: Site, monkeypatch: pytest.MonkeyPa
         main(["submit", "--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", "--partition", "x"])
 
 
-def test_submit_names_a_missing_sbatch_and_what_to_do(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_without_sbatch_gives_a_remedy(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     (site.programs / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(site.programs))
     with pytest.raises(UsageError, match=r"sbatch is not on PATH.*login node.*render --to"):

@@ -60,7 +60,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "expected"), WRONG, ids=lambda value: " ".join(value)[-40:])
-def test_what_is_wrong_is_named_with_its_value_and_the_remedy(arguments: list[str], expected: list[str]) -> None:
+def test_errors_name_the_setting_its_value_and_the_remedy(arguments: list[str], expected: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         main(["render", *arguments])
     for text in expected:
@@ -72,7 +72,7 @@ def test_what_is_wrong_is_named_with_its_value_and_the_remedy(arguments: list[st
     [["eval", "runs/a"], ["train", "--epochs", "3"], ["--data_dir", "none", "--init_from", "none"], ["--print_config"]],
     ids=" ".join,
 )
-def test_other_commands_and_what_only_the_nodes_have_are_taken(flags: list[str]) -> None:
+def test_other_commands_and_paths_on_the_nodes_are_accepted(flags: list[str]) -> None:
     assert main(["render", *SHAPE, "--", *flags]) == 0
 
 
@@ -86,7 +86,7 @@ def test_a_node_has_a_rank_for_each_gpu() -> None:
         assert (request.num_ranks_per_node, request.num_ranks) == (4, 8)
 
 
-def test_new_runs_are_trained_where_nothing_is_requeued() -> None:
+def test_resume_never_is_accepted_without_requeue() -> None:
     JobRequest(nodes=1, ranks_per_node=1, can_requeue=False, flags=("--resume", "never"))
     JobRequest(nodes=1, ranks_per_node=1, flags=("--resume", "never", "--resume", "auto"))
 

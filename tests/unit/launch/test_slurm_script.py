@@ -92,7 +92,7 @@ def test_the_scripts_are_those_that_were_reviewed(case: tuple[str, str]) -> None
     assert text == (RECORDED / f"{name}.sh").read_text(encoding="utf-8")
 
 
-def test_bash_and_shellcheck_find_nothing_wrong(case: tuple[str, str], tmp_path: Path) -> None:
+def test_bash_and_shellcheck_accept_the_scripts(case: tuple[str, str], tmp_path: Path) -> None:
     assert shutil.which("shellcheck"), "shellcheck is not installed: apt-get install shellcheck"
     script = tmp_path / "script.sh"
     script.write_text(case[1], encoding="utf-8")
@@ -103,7 +103,7 @@ def test_bash_and_shellcheck_find_nothing_wrong(case: tuple[str, str], tmp_path:
         assert (finished.returncode, finished.stdout + finished.stderr) == (0, "")
 
 
-def test_a_script_is_written_where_it_is_wanted(tmp_path: Path) -> None:
+def test_a_script_is_written_to_the_given_path(tmp_path: Path) -> None:
     assert main(["render", *CASES["cores"][:-3], "--to", str(tmp_path / "run.sh"), *CASES["cores"][-3:]]) == 0
     assert (tmp_path / "run.sh").read_text() == (RECORDED / "cores.sh").read_text()
 
@@ -127,7 +127,7 @@ def test_a_script_that_may_hold_a_secret_is_its_owners_alone(
     assert ("secret" in script.read_text()) == bool(env)
 
 
-def test_a_template_cannot_print_what_no_filter_has_quoted() -> None:
+def test_a_template_cannot_print_unquoted_values() -> None:
     environment = _ENVIRONMENT
     assert environment.from_string("{{ a | shell }} {{ b }}").render(a="x y", b=1) == "'x y' 1"
     for template in ("{{ a }}", "{{ a ~ (a | shell) }}", "{{ [a] | join }}"):
@@ -167,7 +167,7 @@ def read_directives(text: str) -> list[str]:
     return arguments
 
 
-def test_sbatch_gets_what_was_asked_for() -> None:
+def test_sbatch_gets_the_requested_options() -> None:
     request = job(job_name="a b", time="2-00:00:00", partition="p", account="a", qos="q", constraint="x&y", mem="1G")
     assert read_directives(render(request)) == [
         "--job-name=a b",
@@ -189,14 +189,14 @@ def test_sbatch_gets_what_was_asked_for() -> None:
     assert "gpus-per-task=" not in render(JobRequest(nodes=1, gpus_per_node=8))
 
 
-def test_without_requeue_slurm_starts_nothing_again() -> None:
+def test_without_requeue_slurm_restarts_nothing() -> None:
     directives = read_directives(render(job(can_requeue=False, max_requeues=5)))
     assert "--no-requeue" in directives
     assert "--requeue" not in directives
     assert "--max_requeues 0 --max_restarts 0\n" in render(job(can_requeue=False, max_requeues=5))
 
 
-def test_under_horovodrun_the_shell_is_told_and_not_the_daemons_of_mpirun() -> None:
+def test_under_horovodrun_only_the_shell_is_signalled() -> None:
     assert "--signal=B:USR1@120" in read_directives(render(job(mpi="horovodrun")))
 
 
@@ -205,12 +205,12 @@ printable = st.text().filter(lambda text: text.isprintable() and text.strip()) |
 
 @given(printable)
 @settings(deadline=None)
-def test_sbatch_reads_back_what_was_quoted_for_it(text: str) -> None:
+def test_sbatch_reads_quoted_text_back(text: str) -> None:
     assert read_directives(f"#SBATCH --job-name={quote_sbatch(text)}\n") == [f"--job-name={text}"]
 
 
 @pytest.mark.parametrize("text", ["a\nb", "\r", "\x00", "\x1b", "\udcff"])
-def test_what_fits_into_no_line_of_sbatch_is_no_text_for_it(text: str) -> None:
+def test_text_that_fits_no_sbatch_line_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         quote_sbatch(text)
 
@@ -218,7 +218,7 @@ def test_what_fits_into_no_line_of_sbatch_is_no_text_for_it(text: str) -> None:
 # --- What bash reads ---
 
 
-def test_what_a_user_types_is_run_nowhere(site: Site) -> None:
+def test_user_input_is_never_executed(site: Site) -> None:
     text = (RECORDED / "hostile.sh").read_text(encoding="utf-8").replace("'/opt/my python/bin/python3'", "python")
     assert site.run(text)[0] == 0
     assert [entry.name for entry in site.submit.iterdir()] == [".launch"]
@@ -258,7 +258,7 @@ def test_flags_reach_the_launcher_untouched(mpi: str, site: Site) -> None:
     assert call[call.index(b"ringtrain") + 1 :] == [os.fsencode(flag) for flag in flags]
 
 
-def test_a_script_of_the_user_s_runs_as_it_is(site: Site) -> None:
+def test_a_user_script_runs_unchanged(site: Site) -> None:
     assert site.run(render(job("my fit.py", "--resume", "never")))[0] == 0
     [call] = site.calls("srun")
     assert call[-4:] == [b"python", b"my fit.py", b"--resume", b"never"]
@@ -270,7 +270,7 @@ def test_horovodrun_gets_the_nodes_of_the_job_with_their_slots(site: Site) -> No
     assert site.calls("horovodrun") == [[b"-np", b"8", b"-H", b"n1:4,n2:4", b"python", b"-m", b"ringtrain"]]
 
 
-def test_without_the_names_of_its_nodes_a_job_says_so(site: Site) -> None:
+def test_a_job_without_node_names_reports_it(site: Site) -> None:
     site.set("scontrol", "exit 1")
     status, printed = site.run(render(job(mpi="horovodrun")))
     assert (status, site.calls("horovodrun")) == (2, [])
@@ -310,7 +310,7 @@ def test_conda_is_activated_by_its_own_hook(site: Site) -> None:
     ],
     ids=str,
 )
-def test_an_environment_that_is_not_there_ends_the_job_with_the_remedy(
+def test_a_missing_environment_ends_the_job_with_a_remedy(
     settings: dict[str, object], message: str, site: Site
 ) -> None:
     status, printed = site.run(render(job(**settings)), {"BASH_FUNC_module%%": "() { false; }"})
@@ -318,7 +318,7 @@ def test_an_environment_that_is_not_there_ends_the_job_with_the_remedy(
     assert f"launch: error: {message}" in printed
 
 
-def test_what_a_former_start_told_is_forgotten(site: Site) -> None:
+def test_the_record_of_a_former_start_is_removed(site: Site) -> None:
     told = site.submit / ".launch" / "7-0"
     told.mkdir(parents=True)
     (told / "end.json").write_text("{}")
@@ -330,7 +330,7 @@ def test_what_a_former_start_told_is_forgotten(site: Site) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1, 3, 75, 137])
-def test_the_ranks_exit_code_goes_to_the_follow_up_and_its_own_is_the_job_s(status: int, site: Site) -> None:
+def test_after_gets_the_ranks_exit_code_and_sets_the_job_s(status: int, site: Site) -> None:
     finished, _ = site.run(
         render(job(max_requeues=5, max_restarts=2)), {"SRUN_STATUS": str(status), "AFTER_STATUS": "42"}
     )
@@ -379,9 +379,7 @@ LAUNCHERS = {
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("signals", [["USR1"], ["TERM"], ["USR1", "TERM", "USR1"]], ids=" ".join)
-def test_signals_of_the_shell_reach_the_ranks_as_usr1_and_their_exit_code_comes_back(
-    signals: list[str], launcher: str, site: Site
-) -> None:
+def test_signals_reach_ranks_as_usr1_and_exit_codes_return(signals: list[str], launcher: str, site: Site) -> None:
     mpi, program, script = LAUNCHERS[launcher]
     site.set(program, script)
     process = site.start(render(job(mpi=mpi)), {"WANTED": str(len(signals))})

@@ -43,7 +43,7 @@ def test_graph_and_eager_give_the_same_numbers() -> None:
     np.testing.assert_array_equal(graph(keys_of([5, 6])), uniform(keys_of([5, 6]), 2, (4,)))
 
 
-def test_of_a_pipeline_the_user_s_functions_alone_are_made_graph_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autograph_converts_only_user_functions_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     def augment(x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         if tf.reduce_all(y > 0):
             x = -x
@@ -111,7 +111,7 @@ def test_a_shift_moves_whole_images_and_brings_in_zeros() -> None:
     assert {item.tobytes() for item in shifted} == possible
 
 
-def test_a_shift_by_nothing_changes_nothing() -> None:
+def test_a_shift_of_zero_changes_nothing() -> None:
     images = tf.random.stateless_uniform([3, 4, 4, 2], [0, 0])
     np.testing.assert_array_equal(random_shift(images, keys_of([1, 2, 3]), max_pixels=0), images)
 
@@ -129,7 +129,7 @@ def assert_each(images: tf.Tensor, changed: tf.Tensor, expected: Callable[[int, 
 
 
 @pytest.mark.parametrize("dtype", [tf.uint8, tf.float32])
-def test_a_crop_is_tensorflow_s_at_a_place_of_its_own(dtype: tf.DType) -> None:
+def test_a_crop_is_tensorflow_s_at_an_offset_per_sample(dtype: tf.DType) -> None:
     images, keys = tf.cast(random_images(40), dtype), keys_of(range(40))
     offsets = np.floor(uniform(keys, 3, (2,)).numpy() * [7 - 4 + 1, 6 - 5 + 1]).astype(int)
     cropped = random_crop(images, keys, 4, 5, draw=3)
@@ -138,7 +138,7 @@ def test_a_crop_is_tensorflow_s_at_a_place_of_its_own(dtype: tf.DType) -> None:
     assert_each(images, cropped, lambda i, image: tf.image.crop_to_bounding_box(image, *offsets[i], 4, 5))
 
 
-def test_every_place_of_a_crop_comes_up_as_often() -> None:
+def test_crop_offsets_are_uniform() -> None:
     image = np.arange(20, dtype=np.float32).reshape(1, 4, 5, 1)
     cropped = random_crop(tf.constant(np.repeat(image, 6000, axis=0)), keys_of(range(6000)), 3, 3).numpy()
     places, counts = np.unique(cropped[:, 0, 0, 0], return_counts=True)
@@ -157,7 +157,7 @@ def test_a_crop_larger_than_the_image_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [tf.uint8, tf.float32])
-def test_half_of_the_images_are_tensorflow_s_mirrored_ones(dtype: tf.DType) -> None:
+def test_half_of_the_images_are_mirrored_as_by_tensorflow(dtype: tf.DType) -> None:
     images, keys = tf.cast(random_images(400), dtype), keys_of(range(400))
     is_mirrored = uniform(keys, 2).numpy() < 0.5
     assert 150 < is_mirrored.sum() < 250
@@ -165,14 +165,14 @@ def test_half_of_the_images_are_tensorflow_s_mirrored_ones(dtype: tf.DType) -> N
     np.testing.assert_array_equal(random_flip_left_right(images, keys, draw=2), expected)
 
 
-def test_brightness_is_tensorflow_s_by_a_number_of_its_own() -> None:
+def test_brightness_is_tensorflow_s_with_a_delta_per_sample() -> None:
     images, keys = random_images(20), keys_of(range(20))
     deltas = uniform(keys, 1).numpy() * 126 - 63
     changed = random_brightness(images, keys, 63, draw=1)
     assert_each(images, changed, lambda i, image: tf.image.adjust_brightness(image, deltas[i]))
 
 
-def test_contrast_is_tensorflow_s_by_a_factor_of_its_own() -> None:
+def test_contrast_is_tensorflow_s_with_a_factor_per_sample() -> None:
     images, keys = random_images(20), keys_of(range(20))
     factors = 0.2 + 1.6 * uniform(keys, 1).numpy()
     changed = random_contrast(images, keys, 0.2, 1.8, draw=1)
@@ -196,7 +196,7 @@ def distort(images: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
-def test_what_an_image_becomes_does_not_depend_on_its_batch(dtype: tf.DType) -> None:
+def test_augmentation_of_an_image_is_independent_of_its_batch(dtype: tf.DType) -> None:
     images, keys = tf.cast(random_images(60), dtype), keys_of(range(60))
     together = distort(images, keys).numpy()
     assert together.dtype == dtype

@@ -71,7 +71,7 @@ def test_cifar10_s_network_doubles_the_channels_and_comes_back() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (3, 3), (7, 12), (8, 8), (33, 31), (64, 64), (75, 100)])
-def test_what_comes_out_has_the_size_of_what_goes_in(size: tuple[int, int], channels: int) -> None:
+def test_outputs_have_the_size_of_the_inputs(size: tuple[int, int], channels: int) -> None:
     model = create_autoencoder((*size, channels), width=2)
     images = random_images(2, *size, channels)
     outputs = np.asarray(model(images))
@@ -82,7 +82,7 @@ def test_what_comes_out_has_the_size_of_what_goes_in(size: tuple[int, int], chan
 @pytest.mark.parametrize(
     ("side", "pixels"), [(9, [(0, 0), (8, 8), (8, 0)]), (8, [(7, 7), (3, 7)]), (5, [(4, 0), (4, 4)])]
 )
-def test_a_pixel_comes_back_to_its_own_place(side: int, pixels: list[tuple[int, int]]) -> None:
+def test_a_pixel_returns_to_its_position(side: int, pixels: list[tuple[int, int]]) -> None:
     """Through windows that see their middle alone; those are at the pixels which are tried."""
     model = create_autoencoder((side, side, 1), width=1)
     for layer in model.layers:
@@ -98,7 +98,7 @@ def test_a_pixel_comes_back_to_its_own_place(side: int, pixels: list[tuple[int, 
         assert np.argwhere(outputs > 0.5).tolist() == [[row, column]]
 
 
-def test_a_width_of_nothing_is_refused() -> None:
+def test_a_width_of_zero_is_refused() -> None:
     with pytest.raises(UsageError, match=r"options\.width is 0; it must be at least 1"):
         autoencoder(width=0).create_model()
 
@@ -121,7 +121,7 @@ def test_bytes_become_numbers_from_0_to_1_in_and_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", ["cifar10", "digits"])
-def test_made_data_look_like_the_real_ones(data: str) -> None:
+def test_synthetic_data_have_the_format_of_real_data(data: str) -> None:
     workload = autoencoder(data=data, width=2)
     sources = workload.create_sources(None, synthetic=True)
     assert isinstance(sources.train, ImagesOf)
@@ -153,7 +153,7 @@ def test_the_loss_is_each_image_s_mean_squared_error() -> None:
     np.testing.assert_allclose(losses, ((images - outputs) ** 2).reshape(3, -1).mean(axis=1), rtol=1e-6)
 
 
-def test_half_precision_loses_nothing_of_the_loss(half_precision: None) -> None:
+def test_summaries_of_half_precision_are_float32(half_precision: None) -> None:
     workload = autoencoder(data="digits", width=2)
     images = random_images(2, 8, 8, 1)
     summaries = workload.summaries(workload.create_model(), images, images)
@@ -176,7 +176,7 @@ def test_summaries_show_each_image_beside_its_reconstruction() -> None:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_summaries_show_the_distribution_of_every_weight_bias_and_activation(gradients: bool) -> None:
+def test_summaries_show_histograms_of_weights_and_activations(gradients: bool) -> None:
     workload = autoencoder(data="digits", width=2, gradients=gradients)
     model, images = workload.create_model(), random_images(3, 8, 8, 1)
     summaries = workload.summaries(model, tf.constant(images), tf.constant(images))

@@ -21,7 +21,7 @@ from ringtrain.run.store import (
 from tests.unit.checkpoints import make_checkpoint, read_tree, save
 
 
-def test_of_several_the_newest_is_the_best_and_the_others_are_tidied_away(tmp_path: Path) -> None:
+def test_only_the_newest_of_several_bests_is_kept(tmp_path: Path) -> None:
     """As each is better than those before it; a copy of a run may hold several."""
     assert find_best(tmp_path / "absent") is None
     for step in (1, 2, 10):
@@ -32,7 +32,7 @@ def test_of_several_the_newest_is_the_best_and_the_others_are_tidied_away(tmp_pa
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [f"best-{step_name(10)}"]
 
 
-def test_a_better_one_of_an_earlier_step_takes_the_place_of_one_that_is_trained_again(tmp_path: Path) -> None:
+def test_a_new_best_of_an_earlier_step_replaces_a_later_one(tmp_path: Path) -> None:
     """A run resumed from an older checkpoint than the best one."""
     save(tmp_path, 9, is_best=True)
     save(tmp_path, 7)
@@ -42,7 +42,7 @@ def test_a_better_one_of_an_earlier_step_takes_the_place_of_one_that_is_trained_
 
 
 @pytest.mark.parametrize("name", [step_name(1), f"best-{step_name(1)}"])
-def test_of_a_checkpoint_that_is_a_link_to_an_archive_the_link_is_removed(tmp_path: Path, name: str) -> None:
+def test_tidying_a_linked_checkpoint_removes_only_the_link(tmp_path: Path, name: str) -> None:
     archive, root = tmp_path / "archive", tmp_path / "checkpoints"
     for step in (1, 2):
         save(root, step, is_best=name.startswith(BEST))
@@ -55,7 +55,7 @@ def test_of_a_checkpoint_that_is_a_link_to_an_archive_the_link_is_removed(tmp_pa
     assert list(root.glob(".*")) == []
 
 
-def test_a_step_saved_again_replaces_a_link_to_an_archive_and_not_the_archive(tmp_path: Path) -> None:
+def test_a_step_saved_again_replaces_a_link_not_its_target(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     save(root, 1).rename(tmp_path / "archive")
     (root / step_name(1)).symlink_to(tmp_path / "archive")
@@ -69,7 +69,7 @@ def test_a_step_saved_again_replaces_a_link_to_an_archive_and_not_the_archive(tm
 # --- As a run writes them ---
 
 
-def test_a_run_directory_that_is_moved_away_while_it_trains_is_not_made_again(tmp_path: Path) -> None:
+def test_a_run_directory_moved_during_training_is_not_recreated(tmp_path: Path) -> None:
     """It would be half a run, which the next start refuses."""
     from ringtrain.training.saving import CheckpointWriter  # here: it loads TensorFlow
 
@@ -102,7 +102,7 @@ def write_bests(run: Path, steps: range, *, keep: int) -> list[str]:
     return said
 
 
-def test_a_copied_run_that_goes_on_keeps_its_number_of_checkpoints_and_warns_of_nothing(tmp_path: Path) -> None:
+def test_a_copied_run_resumes_with_its_number_of_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert write_bests(tmp_path / "run", range(1, 5), keep=2) == []
     shutil.copytree(tmp_path / "run", tmp_path / "copied")
@@ -114,7 +114,7 @@ def test_a_copied_run_that_goes_on_keeps_its_number_of_checkpoints_and_warns_of_
     assert {event["event"] for event in events} == {"checkpoint"}
 
 
-def test_what_cannot_be_removed_or_kept_as_best_is_told_as_that(
+def test_failures_to_remove_or_keep_a_best_are_reported_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that is saved stands, whatever becomes of its neighbours."""

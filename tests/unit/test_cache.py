@@ -184,7 +184,7 @@ def test_a_limit_of_the_processes_memory_counts_as_well(monkeypatch: pytest.Monk
 # --- On the node's disk ---
 
 
-def test_samples_of_which_nobody_knows_whether_they_have_changed_are_not_kept() -> None:
+def test_samples_without_a_fingerprint_are_not_cached_on_a_node() -> None:
     samples = from_grain([(np.zeros(2, np.float32), np.int64(0))] * 3)
     with pytest.raises(UsageError, match="nothing says whether the samples of from_grain are still the same"):
         cached(samples, "node")
@@ -209,7 +209,7 @@ def test_other_samples_get_another_file(place: Path) -> None:
     assert len(list(place.iterdir())) == 2
 
 
-def test_an_image_that_was_changed_is_decoded_anew(tmp_path: Path, place: Path) -> None:
+def test_a_changed_image_is_decoded_again(tmp_path: Path, place: Path) -> None:
     image = tmp_path / "images/train/cat/1.png"
     image.parent.mkdir(parents=True)
     sizes = set()
@@ -249,7 +249,7 @@ def test_a_file_that_is_not_whole_is_made_again(place: Path, spoil: Any) -> None
     assert sorted(source.decoded) == ALL.tolist()
 
 
-def test_a_failure_while_filling_leaves_nothing(place: Path) -> None:
+def test_a_failed_fill_leaves_no_file(place: Path) -> None:
     source = Decoding(bad=[20])
     source.gather_good = lambda indices: (indices, *source.gather(indices))  # type: ignore[method-assign]
     with pytest.raises(tf.errors.OpError):
@@ -258,7 +258,7 @@ def test_a_failure_while_filling_leaves_nothing(place: Path) -> None:
     cached(Decoding(), "node")
 
 
-def test_what_a_killed_run_left_is_removed_and_what_another_run_fills_is_not(place: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_but_no_live_file(place: Path) -> None:
     place.mkdir(parents=True)
     left, held = place / ".left.part", place / ".held.part"
     for path in (left, held):
@@ -278,7 +278,7 @@ def test_too_little_space_is_found_before_training(monkeypatch: pytest.MonkeyPat
     assert list(place.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "ringtrain").touch()
     with pytest.raises(DataError, match=r"ringtrain/decoded/node cannot be used: Not a directory.*XDG_CACHE_HOME"):
         cached(Decoding(), "node")
@@ -301,7 +301,7 @@ def test_the_file_has_all_of_its_space_before_it_is_filled(place: Path) -> None:
     filling.close()
 
 
-def test_a_sample_whose_read_failed_only_once_is_decoded_in_the_next_run(place: Path) -> None:
+def test_a_sample_that_failed_once_is_decoded_in_the_next_run(place: Path) -> None:
     source = Decoding(bad=[7])
     assert [bad.number for bad in cached(source, "node").find_bad(ALL)] == [7]
     mended = Decoding()

@@ -74,7 +74,7 @@ def test_a_big_endian_value_comes_back_as_the_same_numbers(tmp_path: Path, dtype
     np.testing.assert_array_equal(read, value)
 
 
-def test_values_can_be_changed_after_they_were_read_and_do_not_share_memory(tmp_path: Path) -> None:
+def test_values_read_are_writable_and_share_no_memory(tmp_path: Path) -> None:
     read = read_checkpoint(save(tmp_path, 3)).variables
     read["weights/w"][:] = 9
     np.testing.assert_array_equal(read["slots/m"], make_checkpoint(3).variables["slots/m"])
@@ -94,7 +94,7 @@ def test_a_large_variable_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.
     assert_is_of_step(read_checkpoint(path), 5)
 
 
-def test_the_watchdog_hears_of_each_variable_written_and_each_chunk_read(
+def test_each_variable_written_and_chunk_read_counts_as_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves: list[None] = []
@@ -106,7 +106,7 @@ def test_the_watchdog_hears_of_each_variable_written_and_each_chunk_read(
     assert len(moves) == 2 + 4
 
 
-def test_nothing_that_runs_code_is_used_to_read() -> None:
+def test_reading_uses_nothing_that_executes_code() -> None:
     tree = ast.parse(inspect.getsource(checkpoint_module))
     imported = {
         alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
@@ -131,7 +131,7 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
     assert list_steps(tmp_path) == [0, 2, 10, 1_000_000_000]
 
 
-def test_what_is_no_checkpoint_s_name_is_not_listed(tmp_path: Path) -> None:
+def test_other_names_are_not_listed_as_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, 7, is_best=True)
     for name in ("step-7", "step-x", "step-000000003.damaged-1", ".writing-step-000000004", "step-000000005 (copy)"):
         (tmp_path / name).mkdir()
@@ -139,7 +139,7 @@ def test_what_is_no_checkpoint_s_name_is_not_listed(tmp_path: Path) -> None:
     assert find_newest(tmp_path) == (None, [])
 
 
-def test_where_none_is_whole_each_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_if_all_are_damaged_each_is_named_and_nothing_changes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         shorten_by_one(save(tmp_path, step) / FILES[step % 2])
     before = read_tree(tmp_path)
@@ -152,7 +152,7 @@ def test_where_none_is_whole_each_is_named_and_nothing_is_changed(tmp_path: Path
     assert read_tree(tmp_path) == before
 
 
-def test_a_damaged_checkpoint_set_aside_keeps_its_bytes_and_frees_its_name(tmp_path: Path) -> None:
+def test_a_checkpoint_set_aside_keeps_bytes_and_frees_its_name(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     for attempt in (1, 2):
@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_set_aside_keeps_its_bytes_and_frees_its_name(tmp_p
 # --- What is kept ---
 
 
-def test_the_newest_are_kept_and_the_best_besides(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step in range(1, 7):
         save(tmp_path, step)
         if step in (2, 3):
@@ -206,7 +206,7 @@ def test_a_step_saved_again_replaces_the_former(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [step_name(3)]
 
 
-def test_what_a_killed_process_left_is_cleared_up_and_what_it_took_away_is_put_back(tmp_path: Path) -> None:
+def test_an_interrupted_write_is_removed_or_rolled_back(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     save(tmp_path, 2, is_best=True)
@@ -220,7 +220,7 @@ def test_what_a_killed_process_left_is_cleared_up_and_what_it_took_away_is_put_b
         assert_is_of_step(read_checkpoint(path), 1 if path.name == step_name(1) else 2)
 
 
-def test_clearing_up_where_there_is_nothing_does_nothing(tmp_path: Path) -> None:
+def test_cleaning_an_absent_or_empty_directory_does_nothing(tmp_path: Path) -> None:
     remove_unfinished(tmp_path / "absent")
     remove_unfinished(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -237,5 +237,5 @@ def test_clearing_up_where_there_is_nothing_does_nothing(tmp_path: Path) -> None
         (list("abcdefg"), [], "missing: a, b, c, d, e and 2 more"),
     ],
 )
-def test_a_difference_of_names_is_told_in_short(expected: list[str], found: list[str], text: str) -> None:
+def test_a_difference_of_names_is_described_in_short(expected: list[str], found: list[str], text: str) -> None:
     assert describe_difference(expected, found) == text

@@ -68,7 +68,7 @@ def test_damage_is_found_and_its_file_named(tmp_path: Path, damage: str, file: s
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(tmp_path: Path, damage: str, file: str) -> None:
+def test_the_newest_undamaged_checkpoint_is_used(tmp_path: Path, damage: str, file: str) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     DAMAGES[damage](tmp_path / step_name(3) / file)
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_is_no_directory_of_files_is_damaged(tmp_path: Path, r
     assert len(damages) == (replacement != "nothing")
 
 
-def test_no_flipped_bit_of_the_manifest_is_taken_for_other_content(tmp_path: Path) -> None:
+def test_no_flipped_bit_in_a_manifest_yields_other_content(tmp_path: Path) -> None:
     path = save(tmp_path, 5)
     original = (path / MANIFEST_FILE).read_bytes()
     outcomes: set[str] = set()
@@ -194,7 +194,7 @@ def test_another_format_is_no_damage_and_names_the_way_on(tmp_path: Path, number
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_this_process_may_not_read_is_no_damage(name: str) -> None:
+def test_an_unreadable_file_does_not_count_as_damage(name: str) -> None:
     with tempfile.TemporaryDirectory() as directory:  # one that other users may enter
         root = Path(directory) / "checkpoints"
         for step in (1, 2):

@@ -30,7 +30,7 @@ from tests.unit.checkpoints import FILES, assert_is_of_step, make_checkpoint, re
 
 
 @pytest.mark.parametrize("is_best", [False, True])
-def test_a_writer_that_may_not_write_any_more_leaves_all_as_it_was(tmp_path: Path, is_best: bool) -> None:
+def test_a_fenced_writer_changes_nothing(tmp_path: Path, is_best: bool) -> None:
     for step in (1, 2):
         save(tmp_path, step, is_best=is_best)
     before = read_tree(tmp_path)
@@ -44,7 +44,7 @@ def test_a_writer_that_may_not_write_any_more_leaves_all_as_it_was(tmp_path: Pat
         assert read_tree(tmp_path) == before
 
 
-def test_whether_it_may_write_is_asked_when_all_is_written_and_nothing_visible(tmp_path: Path) -> None:
+def test_the_fence_is_checked_just_before_the_rename(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     write_checkpoint(
         tmp_path,
@@ -57,9 +57,7 @@ def test_whether_it_may_write_is_asked_when_all_is_written_and_nothing_visible(t
     assert seen == [[temporary, *(f"{temporary}/{file}" for file in FILES)]]
 
 
-def test_all_that_is_written_is_on_the_disk_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_files_are_flushed_to_disk_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: dict[str, int] = {}
 
     def flush(descriptor: int) -> None:
@@ -73,13 +71,13 @@ def test_all_that_is_written_is_on_the_disk_before_it_gets_its_name(
     assert {f".writing-{path.name}-TOKEN", tmp_path.name} <= set(flushed)  # and the names themselves
 
 
-def test_nothing_is_left_open(tmp_path: Path) -> None:
+def test_no_file_descriptor_is_leaked(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     read_checkpoint(save(tmp_path, 1, is_best=True))
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_value_that_is_no_json_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_value_that_is_not_json_leaves_no_files(tmp_path: Path) -> None:
     save(tmp_path, 1)
     before = read_tree(tmp_path)
     with pytest.raises(TypeError):
@@ -131,7 +129,7 @@ def kinds_of_full() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", list(kinds_of_full()))
-def test_a_full_disk_is_an_error_that_leaves_all_as_it_was(tmp_path: Path, kind: str) -> None:
+def test_a_full_disk_is_an_error_and_changes_nothing(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", FILL_UP, str(tmp_path), kind]
     if kind == "disk":
         command = [*ON_A_SMALL_DISK, MOUNT, "sh", str(tmp_path), *command]
@@ -172,7 +170,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints_and_loses_none_that_it_announced(
+def test_a_writer_killed_at_any_moment_loses_no_checkpoint(
     tmp_path: Path,
 ) -> None:
     seed = random.SystemRandom().randrange(2**32)

@@ -68,7 +68,7 @@ def assert_holds(loaded: Any, contents: dict[str, bytes]) -> None:
 # --- The files ---
 
 
-def test_a_byte_is_the_pixel_that_the_format_says(tmp_path: Path) -> None:
+def test_bytes_map_to_pixels_as_the_format_defines(tmp_path: Path) -> None:
     contents = {name: bytes([3]) + bytes(RECORD_BYTES - 1) for name in FILES}
     record = bytearray(contents["data_batch_2.bin"])
     record[0] = 9
@@ -88,7 +88,7 @@ def test_a_byte_is_the_pixel_that_the_format_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [FOLDER_NAME, "."])
-def test_files_are_found_in_their_folder_and_in_the_directory_itself(tmp_path: Path, folder: str) -> None:
+def test_files_are_found_in_their_folder_or_the_directory(tmp_path: Path, folder: str) -> None:
     contents = make_contents()
     write_folder(tmp_path / folder, contents)
     assert_holds(load_cifar10(tmp_path), contents)
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [ARCHIVE_NAME, "data_batch_1.bin"])
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+def test_special_files_do_not_block(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
     make(tmp_path / name)
     with pytest.raises(DataError, match=f"{name} .*no regular file"):
         load_cifar10(tmp_path)
@@ -152,7 +152,7 @@ def test_a_file_that_is_too_large_is_named(tmp_path: Path) -> None:
         load_cifar10(tmp_path)
 
 
-def test_the_archive_is_read_where_it_lies(tmp_path: Path) -> None:
+def test_the_archive_is_read_in_place(tmp_path: Path) -> None:
     contents = make_contents()
     (tmp_path / ARCHIVE_NAME).write_bytes(make_archive(contents))
     assert_holds(load_cifar10(tmp_path), contents)
@@ -253,7 +253,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
         server.server_close()
 
 
-def test_what_is_nowhere_is_downloaded_once(tmp_path: Path, serve: Callable[..., Server]) -> None:
+def test_missing_data_are_downloaded_once(tmp_path: Path, serve: Callable[..., Server]) -> None:
     contents = make_contents()
     server = serve(make_archive(contents))
     place = tmp_path / "not" / "there yet"
@@ -263,7 +263,7 @@ def test_what_is_nowhere_is_downloaded_once(tmp_path: Path, serve: Callable[...,
     assert {path.name for path in place.iterdir()} == {ARCHIVE_NAME, f".{ARCHIVE_NAME}.lock"}
 
 
-def test_the_default_place_is_the_user_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_directory_is_the_user_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory("cifar10") == tmp_path / "ringtrain" / "cifar10"
     write_folder(cache_directory("cifar10"), make_contents())
@@ -282,7 +282,7 @@ def test_the_default_place_is_the_user_s_cache(tmp_path: Path, monkeypatch: pyte
     ],
     ids=["another file", "not found", "cut short"],
 )
-def test_a_failed_download_leaves_nothing_and_says_what_to_do(
+def test_a_failed_download_leaves_no_file_and_gives_a_remedy(
     tmp_path: Path, serve: Callable[..., Server], options: dict[str, Any], said: str
 ) -> None:
     server = serve(**options)
@@ -292,9 +292,7 @@ def test_a_failed_download_leaves_nothing_and_says_what_to_do(
     assert [path.name for path in tmp_path.iterdir()] == [f".{ARCHIVE_NAME}.lock"]
 
 
-def test_without_a_network_the_error_names_the_address_and_the_place(
-    tmp_path: Path, serve: Callable[..., Server]
-) -> None:
+def test_without_a_network_the_error_names_url_and_directory(tmp_path: Path, serve: Callable[..., Server]) -> None:
     server = serve(b"")
     server.shutdown()
     server.server_close()
@@ -302,7 +300,7 @@ def test_without_a_network_the_error_names_the_address_and_the_place(
         load_cifar10(tmp_path, download=Download(url=server.url))
 
 
-def test_a_silent_server_is_given_up(tmp_path: Path, serve: Callable[..., Server]) -> None:
+def test_a_silent_server_times_out(tmp_path: Path, serve: Callable[..., Server]) -> None:
     server = serve(b"")
     server.answer.clear()
     with pytest.raises(DataError, match="timed out"):
@@ -351,7 +349,7 @@ def test_two_processes_that_start_at_once_download_once(
     assert server.num_requests == 1
 
 
-def test_who_waits_too_long_is_told_who_has_the_lock(tmp_path: Path, serve: Callable[..., Server]) -> None:
+def test_waiting_too_long_for_the_lock_is_an_error(tmp_path: Path, serve: Callable[..., Server]) -> None:
     server = serve(make_archive(make_contents()))
     server.answer.clear()
     process = start_loading(tmp_path, server.download())

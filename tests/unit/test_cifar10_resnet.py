@@ -71,7 +71,7 @@ def test_the_recipe_holds_the_global_batch_and_the_optimizer() -> None:
     assert make_config({"batch_size": 64}, Cifar10Resnet.defaults, {}).global_batch_size is None
 
 
-def test_the_loss_expects_four_fifths_of_the_label_and_a_fiftieth_of_each_class() -> None:
+def test_the_loss_smooths_labels_by_one_fifth() -> None:
     logits, labels = np.random.default_rng(0).normal(0, 2, (3, 10)).astype(np.float32), np.array([0, 9, 4])
     expected = np.full((3, 10), 0.02) + 0.8 * np.eye(10)[labels]
     log_softmax = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -82,7 +82,7 @@ def test_the_loss_expects_four_fifths_of_the_label_and_a_fiftieth_of_each_class(
 # --- The network ---
 
 
-def test_the_network_halves_three_times_and_adds_what_its_second_convolutions_make() -> None:
+def test_the_network_has_three_halving_residual_blocks() -> None:
     network = create_network(64)
     convolutions = [layer for layer in network.layers if isinstance(layer, keras.layers.Conv2D)]
     assert [(layer.name, layer.output.shape[1:], layer.trainable) for layer in convolutions] == [
@@ -123,7 +123,7 @@ def test_the_first_layer_centres_and_whitens_bytes(model: keras.Model) -> None:
     assert whitening_kernel().shape == (2, 2, 3, 24)
 
 
-def test_evaluation_averages_an_image_and_its_mirror_image_and_training_does_not(model: keras.Model) -> None:
+def test_only_evaluation_averages_an_image_and_its_mirror_image(model: keras.Model) -> None:
     images = random_images(4)
     mirrored = np.ascontiguousarray(images[:, :, ::-1])
     plain = keras.Model(model.input, model.output)  # the same layers, as a functional model calls them
@@ -155,7 +155,7 @@ def test_float64_runs(float64: None) -> None:
 # --- The images ---
 
 
-def test_training_images_are_shifted_within_their_mirrored_edges_and_flipped() -> None:
+def test_training_images_are_flipped_and_shifted_with_reflection() -> None:
     images = random_images(600)
     x, y = tf.function(Cifar10Resnet().augment, autograph=False)(images, tf.range(600, dtype=tf.int64), keys_of(600))
     assert (x.shape, x.dtype) == (images.shape, tf.uint8)
@@ -194,7 +194,7 @@ def test_evaluation_batches_look_like_training_batches(tmp_path: Path, synthetic
         assert (trained.shape, trained.dtype) == (evaluated.shape, evaluated.dtype)
 
 
-def test_summaries_show_the_images_and_the_kernels_that_are_trained(model: keras.Model) -> None:
+def test_summaries_show_the_images_and_the_trained_kernels(model: keras.Model) -> None:
     images = random_images(2)
     summaries = Cifar10Resnet().summaries(model, tf.constant(images), tf.range(2))
     kernels = {f"kernels/block{block}_conv{number}" for block in (1, 2, 3) for number in (1, 2)}

@@ -169,7 +169,7 @@ def test_images_are_stretched_to_be_looked_at() -> None:
     assert (shown[1] == 0).all()
 
 
-def test_summaries_show_the_images_the_kernels_and_what_the_convolutions_make() -> None:
+def test_summaries_show_images_kernels_and_feature_maps() -> None:
     model, images = Cifar10().create_model(), prepare_for_evaluation(random_images(3))
     summaries = Cifar10().summaries(model, tf.constant(images), tf.range(3))
     shapes = {name: summary.values.shape for name, summary in summaries.items()}

@@ -112,7 +112,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(("arguments", "expected"), WRONG, ids=lambda value: " ".join(value)[:40])
-def test_what_is_wrong_is_said_in_one_line(
+def test_wrong_input_gives_a_one_line_error(
     arguments: list[str], expected: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for name, text in FILES.items():
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_said_in_one_line(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_several_ranks_the_first_speaks_and_another_that_outlives_it_is_alone_with_its_error(
+def test_rank_0_reports_an_error_and_a_surviving_rank_its_own(
     rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -195,7 +195,7 @@ def test_help_without_a_command_names_the_commands(capsys: pytest.CaptureFixture
     assert "python -m ringtrain COMMAND --help" in text
 
 
-def test_what_print_config_prints_is_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_output_of_print_config_is_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--print_config", "--epochs", "3", "--optimizer.name", "adamw", "--deterministic", "true"]) == 0
     first = capsys.readouterr().out
     settings = yaml.safe_load(first)
@@ -216,7 +216,7 @@ def test_what_print_config_prints_is_read_back(capsys: pytest.CaptureFixture[str
         ("# later\n", "settings.yaml is empty; it must hold settings, such as epochs: 5."),
     ],
 )
-def test_a_file_of_settings_says_each_once_and_itself(
+def test_settings_hold_each_key_once_and_name_no_other_file(
     text: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Another file would be read whatever it is: of this one, the text would fill the memory."""
@@ -253,7 +253,7 @@ def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: P
      ["--print_config"], ["--epochs", "0"]],
     ids=" ".join,
 )  # fmt: skip
-def test_answers_that_need_no_tensorflow_come_without_it_and_at_once(arguments: list[str]) -> None:
+def test_quick_answers_do_not_import_tensorflow(arguments: list[str]) -> None:
     script = f"""
 import sys
 from ringtrain.cli import main
@@ -272,7 +272,7 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
-def test_a_command_that_is_interrupted_says_so_in_one_line(
+def test_an_interrupted_command_prints_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: Any, **options: Any) -> None:

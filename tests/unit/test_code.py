@@ -37,25 +37,25 @@ def load(place: Path, name: str, source: str, file: str | None = None) -> Facts:
     return {fact: value for fact, value in describe_loaded_code().items() if before.get(fact) != value}
 
 
-def test_a_module_beside_the_workload_is_told_line_by_line(place: Path) -> None:
+def test_a_module_next_to_the_workload_is_listed_by_line(place: Path) -> None:
     assert load(place, "ownhelpers", "a = 1\nb = 2\n") == {"ownhelpers.py line": ["a = 1", "b = 2"]}
 
 
-def test_a_module_is_named_with_the_folders_of_its_packages_and_not_by_where_it_lies(place: Path) -> None:
+def test_a_module_is_named_by_its_packages_not_its_location(place: Path) -> None:
     (place / "ownnets").mkdir()
     (place / "ownnets/__init__.py").write_text("c = 3\n")
     facts = load(place, "ownnets.blocks", "a = 1\n")
     assert facts == {"ownnets/__init__.py line": ["c = 3"], "ownnets/blocks.py line": ["a = 1"]}
 
 
-def test_a_file_that_a_link_of_an_editable_install_leads_to_is_the_user_s(place: Path) -> None:
+def test_a_linked_file_of_an_editable_install_is_the_user_s(place: Path) -> None:
     assert is_users_own(str(place / "src/own.py"))
     assert not is_users_own(str(place / "lib/python3.12/site-packages/own.py"))
     assert not is_users_own(importlib.__file__)
     assert not is_users_own("<frozen importlib._bootstrap>")
 
 
-def test_two_files_of_one_name_are_both_told(place: Path) -> None:
+def test_two_files_of_one_name_are_both_listed(place: Path) -> None:
     for folder, name in (("a", "first"), ("b", "second")):
         (place / folder).mkdir()
         (place / folder / "models.py").write_text(f"name = {name!r}\n")
@@ -71,14 +71,14 @@ def test_two_files_of_one_name_are_both_told(place: Path) -> None:
     assert (facts["models.py line"], facts["b/models.py line"]) == (["name = 'first'"], ["name = 'second'"])
 
 
-def test_a_module_in_an_archive_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_an_archive_is_listed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(place / "own.zip", "w") as archive:
         archive.writestr("zipped.py", "a = 1\n")
     monkeypatch.syspath_prepend(place / "own.zip")
     assert load(place, "zipped", "", file="unused.txt") == {"zipped.py line": ["a = 1"]}
 
 
-def test_the_versions_of_what_the_user_s_modules_import_are_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_versions_of_imported_packages_are_listed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place / "site-packages"
     monkeypatch.syspath_prepend(folder)
     (folder / "installed_one").mkdir(parents=True)

@@ -107,7 +107,7 @@ def test_a_wrong_setting_is_named_with_its_value_and_the_rule(values: dict[str, 
         ({"name": "rmsprop", "momentum": 0.9, "nesterov": True}, "optimizer.nesterov is true"),
     ],
 )
-def test_a_wrong_optimizer_setting_is_named_with_its_value_and_the_rule(values: dict[str, Any], message: str) -> None:
+def test_a_wrong_optimizer_setting_gives_its_value_and_the_rule(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         OptimizerConfig(**values)
     assert message in str(caught.value)
@@ -118,7 +118,7 @@ def test_settings_cannot_be_changed() -> None:
         Config().epochs = 3  # type: ignore[misc]
 
 
-def test_the_user_s_value_wins_over_the_workload_s_and_that_over_the_default() -> None:
+def test_values_of_the_user_then_the_workload_override_defaults() -> None:
     workload = {"epochs": 7, "log_every": 5, "optimizer": {"name": "adam", "lr": 0.5}}
     config = make_config({"epochs": 2, "optimizer": {"lr": 0.25}}, workload)
     assert (config.epochs, config.log_every, config.seed) == (2, 5, 0)
@@ -134,7 +134,7 @@ def test_the_user_s_value_wins_over_the_workload_s_and_that_over_the_default() -
         ({"batch_size": 9}, {"global_batch_size": 3}, {"global_batch_size": None, "batch_size": 9}),
     ],
 )
-def test_of_two_settings_that_exclude_each_other_the_user_s_silences_the_workload_s(
+def test_the_user_wins_between_mutually_exclusive_settings(
     explicit: dict[str, Any], workload: dict[str, Any], kept: dict[str, Any]
 ) -> None:
     config = make_config(explicit, workload)
@@ -170,7 +170,7 @@ def test_a_workload_s_default_paths_may_be_texts() -> None:
     assert make_config({}, {"out": "~/runs"}).out == Path.home() / "runs"
 
 
-def test_options_are_those_that_the_workload_declares_in_their_types() -> None:
+def test_options_must_be_declared_and_have_the_declared_type() -> None:
     declared = {"width": 64, "rate": 0.5, "size": None, "flag": False}
     config = make_config({"options": {"rate": 1, "size": 75}}, {}, declared)
     assert config.options == {"width": 64, "rate": 1.0, "size": 75, "flag": False}
@@ -189,7 +189,7 @@ def test_options_are_those_that_the_workload_declares_in_their_types() -> None:
             make_config({"options": options}, {}, declared)
 
 
-def test_options_of_a_workload_that_is_not_imported_yet_are_kept_as_they_are() -> None:
+def test_options_of_an_unimported_workload_are_kept_unchanged() -> None:
     assert make_config({"options": {"any": 1}}, {}).options == {"any": 1}
 
 

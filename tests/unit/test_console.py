@@ -90,7 +90,7 @@ def test_the_outermost_launcher_is_found_by_its_name(tmp_path: Path, name: str) 
     assert found == expected or (expected == "None" and found == str(find_launcher()))
 
 
-def test_the_launcher_s_terminal_is_where_it_writes() -> None:
+def test_the_launcher_s_terminal_is_that_of_its_stdout() -> None:
     outside, inside = pty.openpty()
     process = subprocess.Popen(["sleep", "60"], stdout=inside)
     try:
@@ -106,7 +106,7 @@ def test_the_launcher_s_terminal_is_where_it_writes() -> None:
         os.close(inside)
 
 
-def test_a_launcher_that_writes_to_a_file_has_no_terminal_and_keeps_its_file(tmp_path: Path) -> None:
+def test_a_launcher_that_writes_to_a_file_has_no_terminal(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         print("what the script said before", file=log, flush=True)
         process = subprocess.Popen(["sleep", "60"], stdout=log)
@@ -130,7 +130,7 @@ def read_until(descriptor: int, text: bytes) -> bytes:
     return output
 
 
-def test_on_a_terminal_there_is_a_progress_bar_and_lines_stand_above_it() -> None:
+def test_a_terminal_shows_a_progress_bar_below_the_lines() -> None:
     outside, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     stream: IO[str] = os.fdopen(inside, "w")

@@ -89,7 +89,7 @@ def test_arrays_of_every_type_have_digests(array: Any) -> None:
     assert digests(array) == digests(array) != digests(array[::-1])
 
 
-def test_one_and_the_same_block_has_one_digest_however_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_does_not_depend_on_how_the_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = digest_blocks(tf.constant(X), 7)
     monkeypatch.setattr(contents, "COPIED_BYTES", 1)
     assert digest_blocks(tf.constant(X), 7) == whole
@@ -106,26 +106,26 @@ def test_rounding_does_not_change_sums(dtype: str) -> None:
     assert other_sums(exact, tf.reverse(exact, [0])) != []
 
 
-def test_a_column_of_small_values_is_seen_beside_one_of_large_ones() -> None:
+def test_changes_in_small_columns_next_to_large_ones_are_seen() -> None:
     table = X * np.logspace(0, 4, 13, dtype=np.float32)
     assert other_sums(table, np.nextafter(table, np.float32(np.inf))) == []
     assert len(other_sums(table, with_value(table, (slice(None), 0), 0.0))) == len(digests(table))
 
 
-def test_what_is_left_of_a_difference_is_rounding() -> None:
+def test_residues_of_a_subtraction_count_as_rounding() -> None:
     one, other = X.copy(), X.copy()
     one[:, 3], other[:, 3] = 0.0, 1e-8  # a constant column less its mean
     assert other_sums(one, other) == []
 
 
-def test_huge_values_hide_nothing_in_other_blocks() -> None:
+def test_huge_values_hide_no_difference_in_other_blocks() -> None:
     one = with_value(X.astype(np.float64), (0, 0), 1e300)
     other = with_value(one, (slice(1500, 1600), slice(None)), 0.0)
     assert other_sums(one, one * (1 + 1e-15)) == []
     assert set(other_sums(one, other)) == set(range(1500 // 3, 1600 // 3 + 1))
 
 
-def test_what_is_not_finite_on_both_is_no_difference() -> None:
+def test_values_nonfinite_on_both_sides_are_no_difference() -> None:
     one = with_value(X, (slice(0, 3000, 3), 2), np.nan)
     assert other_sums(one, np.nextafter(one, np.float32(np.inf))) == []
     assert other_sums(one, with_value(one, (0, 2), -np.inf)) == [0]
@@ -139,7 +139,7 @@ def write_files(folder: Path, sizes: list[int]) -> tf.Tensor:
     return tf.constant([str(path) for path in paths])
 
 
-def test_files_are_told_by_name_size_and_content_and_not_by_where_they_lie(tmp_path: Path) -> None:
+def test_files_are_identified_by_name_size_and_content_not_path(tmp_path: Path) -> None:
     first = sample_files(write_files(tmp_path / "a", [5, 5000, 0]))
     assert sample_files(write_files(tmp_path / "b", [5, 5000, 0])) == first
     assert [entry.split(",")[0] for entry in first] == [
@@ -164,25 +164,25 @@ def test_of_many_large_files_pieces_all_over_them_are_read(tmp_path: Path, monke
     assert len(sample_files(paths)) == 2
 
 
-def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     [entry] = sample_files(tf.constant([str(tmp_path / "a/b.jpg")]))
     assert entry == "a/b.jpg that cannot be read: No such file or directory"
 
 
-def test_a_feed_and_a_source_of_the_user_s_own_are_left_alone() -> None:
+def test_streams_and_user_defined_sources_are_not_digested() -> None:
     source = from_arrays({"image": X, "vector": X}, X[:, 0])
     facts = Contents({"train": source, "evaluation": from_callable(lambda rank, step: None)}).facts()
     assert list(facts) == ["train x/image", "train x/vector", "train y"]
     assert Contents({"train": object(), "evaluation": None}).facts() == {}
 
 
-def test_what_is_not_wanted_any_more_is_not_read_on() -> None:
+def test_a_cancelled_digest_stops_reading() -> None:
     is_unwanted = Event()
     is_unwanted.set()
     assert digest_blocks(tf.constant(X), 3, is_unwanted) == []
 
 
-def test_data_are_known_again_by_what_was_noted_of_them() -> None:
+def test_data_are_recognised_by_their_recorded_digests() -> None:
     noted = json.loads(json.dumps(digest_contents(Contents({"train": from_arrays(X, X[:, 0]), "evaluation": None}))))
     assert noted.keys() == {"train x", "train y"}
     other = digest_contents(Contents({"train": from_arrays(with_value(X, (7, 1), 0.5), X[:, 0])}))
@@ -191,5 +191,5 @@ def test_data_are_known_again_by_what_was_noted_of_them() -> None:
 
 
 @pytest.mark.parametrize("former", [None, [], "x", {}, {"train x": None}])
-def test_nothing_is_said_of_data_of_which_nothing_was_noted(former: Any) -> None:
+def test_data_without_recorded_digests_are_not_reported(former: Any) -> None:
     assert find_other_contents(former, {"train y": "1"}) == []

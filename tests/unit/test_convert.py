@@ -110,7 +110,9 @@ def test_an_empty_destination_is_used(cifar10: Path, tmp_path: Path) -> None:
     ],
     ids=["not empty", "a file", "a broken link"],
 )
-def test_what_is_there_is_not_touched(cifar10: Path, tmp_path: Path, make: Callable[[Path], object], said: str) -> None:
+def test_existing_files_are_not_overwritten(
+    cifar10: Path, tmp_path: Path, make: Callable[[Path], object], said: str
+) -> None:
     make(tmp_path / "made")
     with pytest.raises(UsageError, match=f"{said}; name a directory that does not exist yet"):
         convert(cifar10, tmp_path / "made")
@@ -118,7 +120,7 @@ def test_what_is_there_is_not_touched(cifar10: Path, tmp_path: Path, make: Calla
         convert(cifar10, cifar10 / "made")
 
 
-def test_a_failure_leaves_nothing(image_folder: Path, tmp_path: Path) -> None:
+def test_a_failed_conversion_leaves_no_files(image_folder: Path, tmp_path: Path) -> None:
     (image_folder / "train/dog/1.png").write_bytes(b"no image")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"train/dog/1\.png is no image"):
@@ -132,7 +134,7 @@ def test_a_destination_that_cannot_be_made_is_named(cifar10: Path, tmp_path: Pat
         convert(cifar10, tmp_path / "file" / "made")
 
 
-def test_a_source_of_neither_kind_is_named(tmp_path: Path) -> None:
+def test_a_source_of_unknown_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is neither an image folder.* nor a place of CIFAR-10.*--kind"):
         convert(tmp_path, tmp_path.with_name("made"))
     with pytest.raises(DataError, match=r"the folder .*train does not exist"):
@@ -151,14 +153,14 @@ def run_convert(*arguments: str | Path) -> Finished:
     return run_command(command, env=clean_environment(), timeout=120)
 
 
-def test_the_command_says_in_one_line_what_it_made(cifar10: Path, tmp_path: Path) -> None:
+def test_the_command_summarizes_its_output_in_one_line(cifar10: Path, tmp_path: Path) -> None:
     finished = run_convert(cifar10, tmp_path / "made", "--shards", "2", "--kind", "cifar10")
     assert (finished.rc, finished.stderr) == (0, "")
     [line] = finished.stdout.splitlines()
     assert line.startswith(f"{tmp_path / 'made'}: 50 train, 10 test samples of 10 classes in 4 files, ")
 
 
-def test_a_source_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_source_gives_a_one_line_error(tmp_path: Path) -> None:
     finished = run_convert(tmp_path / "a", tmp_path / "b")
     assert finished.rc == 3
     [line] = finished.stderr.splitlines()
@@ -175,7 +177,7 @@ def test_a_source_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
         (["a"], "destination must be given"),
     ],
 )
-def test_wrong_arguments_are_said_in_one_line(
+def test_wrong_arguments_give_a_one_line_error(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

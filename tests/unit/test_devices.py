@@ -75,7 +75,7 @@ def test_cores_are_those_that_the_process_may_use() -> None:
     assert [plan(rank, 2, allowed).cores for rank in range(2)] == [(3, 5), (9, 12)]
 
 
-def test_a_process_alone_keeps_all_cores_and_pins_nothing() -> None:
+def test_a_single_process_keeps_all_cores_and_does_not_pin() -> None:
     alone = plan(0, 1, machine(4))
     assert (alone.own_cores, alone.cores, alone.intra_op_threads) == ((), (0, 1, 2, 3), 4)
     assert alone.cores_source == "environment"
@@ -105,12 +105,12 @@ def test_the_launcher_s_binding_is_kept() -> None:
     assert (bound.own_cores, bound.cores, bound.cores_source, bound.intra_op_threads) == ((), (4, 5, 6), "launcher", 3)
 
 
-def test_there_are_two_inter_op_threads_where_horovod_carries_the_sums() -> None:
+def test_horovod_needs_at_least_two_inter_op_threads() -> None:
     assert plan(0, 2, machine(2)).inter_op_threads == 2
     assert plan(0, 2, machine(16)).inter_op_threads == 8
 
 
-def test_a_rank_of_one_core_whose_operations_may_run_one_at_a_time_has_one_inter_op_thread() -> None:
+def test_serial_operations_on_one_core_get_one_inter_op_thread() -> None:
     assert plan(0, 2, machine(2), one_at_a_time=True).inter_op_threads == 1
     assert plan(0, 2, machine(3), one_at_a_time=True).inter_op_threads == 2  # with the one that is left over
     assert plan(0, 2, machine(16), one_at_a_time=True).inter_op_threads == 8
@@ -119,7 +119,7 @@ def test_a_rank_of_one_core_whose_operations_may_run_one_at_a_time_has_one_inter
     assert (shared.intra_op_threads, shared.inter_op_threads) == (1, 2)  # Horovod carries them: the ranks share cores
 
 
-def test_where_horovod_is_not_used_nothing_is_set_for_it() -> None:
+def test_without_horovod_no_horovod_variable_is_set() -> None:
     names = {
         item.name for item in plan_settings(local_world(0, 2), machine(), {}, Needs(hang_timeout=9, horovod=False))
     }
@@ -138,7 +138,7 @@ def test_where_horovod_is_not_used_nothing_is_set_for_it() -> None:
         ("horovod", "mpirun", False, True),
     ],
 )
-def test_horovod_is_used_where_it_is_there_or_asked_for(
+def test_horovod_is_used_if_installed_or_requested(
     backend: str, launcher: str, is_installed: bool, is_used: bool
 ) -> None:
     with mock.patch("importlib.util.find_spec", return_value=object() if is_installed else None):
@@ -211,7 +211,7 @@ def held_by_stranger(name: str, cores: set[int]) -> Iterator[None]:
         holder.communicate("")
 
 
-def test_another_users_claim_counts_where_its_process_is_bound_to_the_core() -> None:
+def test_another_user_s_claim_counts_if_it_is_bound_to_the_core() -> None:
     everywhere = os.sched_getaffinity(0)
     with held_by_stranger("ringtrain/core/100003", everywhere):
         assert claim_cores((100003, 100004))
@@ -223,14 +223,14 @@ def test_another_users_claim_counts_where_its_process_is_bound_to_the_core() -> 
     assert not machine_module.is_run_on_core(f"\0{name}", core)
 
 
-def test_settings_are_defaults_and_say_where_they_came_from() -> None:
+def test_settings_are_defaults_and_record_their_source() -> None:
     settings = {item.name: item for item in plan_settings(local_world(0, 2), machine(), {"HOROVOD_CYCLE_TIME": "7"})}
     assert settings["HOROVOD_CYCLE_TIME"] == Setting(name="HOROVOD_CYCLE_TIME", value="7", source="environment")
     assert settings["OMPI_MCA_mpi_yield_when_idle"].source == "ringtrain"
     assert "HOROVOD_DISABLE_GROUP_FUSION" not in settings
 
 
-def test_ranks_of_one_node_keep_mpi_off_the_network_where_they_share_memory() -> None:
+def test_ranks_of_one_node_use_shared_memory_not_the_network() -> None:
     plenty = 2 * devices.SHARED_MEMORY_BYTES_PER_RANK
     gloo = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
     several_nodes = dataclasses.replace(local_world(0, 2), size=4)
@@ -270,7 +270,7 @@ def test_large_gradients_are_not_copied_together_between_cores() -> None:
 
 
 @pytest.mark.parametrize("has_driver", [False, True])
-def test_ranks_beside_gpus_keep_the_threshold_of_horovod(
+def test_ranks_on_gpu_machines_keep_horovod_s_fusion_threshold(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_driver: bool
 ) -> None:
     monkeypatch.setattr(machine_module, "GPU_DEVICES", (tmp_path / "none", tmp_path / "driver"))
@@ -286,7 +286,7 @@ def test_ranks_beside_gpus_keep_the_threshold_of_horovod(
 @pytest.mark.parametrize(
     ("value", "is_left"), [("1", True), (" 2x", True), ("0", False), ("", False), ("true", False), ("-1", False)]
 )
-def test_what_horovod_is_asked_to_tune_is_left_to_it(value: str, is_left: bool) -> None:
+def test_variables_that_horovod_tunes_are_not_set(value: str, is_left: bool) -> None:
     environ = {"HOROVOD_AUTOTUNE": value}
     names = {item.name for item in plan_settings(local_world(0, 2), machine(), environ)}
     tuned = {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"}
@@ -323,7 +323,7 @@ def test_deterministic_runs_fix_the_order_of_sums() -> None:
 
 
 @pytest.mark.parametrize(("hang_timeout", "seconds"), [(300.0, "1200"), (1000.5, "2001"), (4.0, "1200")])
-def test_horovod_and_gloo_leave_the_first_word_about_a_hang_to_the_watchdog(hang_timeout: float, seconds: str) -> None:
+def test_horovod_and_gloo_time_out_after_the_watchdog(hang_timeout: float, seconds: str) -> None:
     gloo = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
     for world, names in (
         (local_world(0, 2), {"HOROVOD_STALL_CHECK_TIME_SECONDS"}),
@@ -353,7 +353,7 @@ def one_setting(name: str, value: str) -> DevicePlan:
     )
 
 
-def test_applying_a_plan_leaves_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_applying_a_plan_keeps_the_user_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "7")
     apply_plan(one_setting("HOROVOD_CYCLE_TIME", "1"))
@@ -414,12 +414,12 @@ def test_ranks_take_gpus_by_their_local_rank() -> None:
     assert [choose_gpu(local_world(rank, 3), 4) for rank in range(3)] == [0, 1, 2]
 
 
-def test_more_ranks_than_gpus_is_an_error_that_says_so() -> None:
+def test_more_ranks_than_gpus_is_an_error() -> None:
     with pytest.raises(UsageError, match="shows 2 GPUs to 3 ranks"):
         choose_gpu(local_world(2, 3), 2)
 
 
-def test_ranks_share_gpus_where_nccl_is_asked_to() -> None:
+def test_ranks_share_gpus_if_nccl_is_allowed_to() -> None:
     assert [choose_gpu(local_world(rank, 3), 2, can_share=True) for rank in range(3)] == [0, 1, 0]
     assert [can_share_gpus({SHARED_GPUS: value}) for value in ("1", "0", "")] == [True, False, False]
 

@@ -222,7 +222,7 @@ def test_a_finding_names_the_thing_and_its_remedy(case: str) -> None:
     assert exit_code([finding]) == (2 if status == "broken" else 0)
 
 
-def test_what_is_broken_in_one_row_breaks_no_other_without_need() -> None:
+def test_a_fault_is_reported_in_one_row_only() -> None:
     for changes in ({"versions": at(keras="2.15.0")}, {"mpirun": None}, {"quota": 0.5}, {"python": "3.9.0"}):
         assert sum(item.status != "ok" for item in judge(changed(**changes))) == 1, changes
 
@@ -276,7 +276,7 @@ def rank_facts(rank: int, size: int = 2, node: str = "a", **changes: Any) -> Fac
     return changed(**{**place, "device": f"core {rank}", **changes})
 
 
-def test_ranks_that_are_alike_make_one_table() -> None:
+def test_identical_ranks_share_one_table() -> None:
     findings = judge_ranks([rank_facts(0), rank_facts(1)], SUMS)
     assert [item.status for item in findings] == ["ok"] * 13
     assert [item.subject for item in findings[-3:]] == ["versions", "plan", "all-reduce"]
@@ -297,7 +297,7 @@ def test_another_patch_of_python_is_a_warning() -> None:
     assert (finding.status, finding.text) == ("warning", "rank 1 on a: Python 3.11.2 (rank 0: Python 3.11.7)")
 
 
-def test_what_is_wrong_on_other_nodes_is_told_once_with_the_ranks() -> None:
+def test_a_fault_on_other_nodes_is_reported_once_with_its_ranks() -> None:
     small = {"shared_memory_bytes": MIB, "shm_free_bytes": MIB}
     findings = judge_ranks([rank_facts(0, 3), rank_facts(1, 3, "b", **small), rank_facts(2, 3, "b", **small)], None)
     [finding] = [item for item in findings if item.status != "ok"]
@@ -305,7 +305,7 @@ def test_what_is_wrong_on_other_nodes_is_told_once_with_the_ranks() -> None:
     assert finding.text.startswith("ranks 1, 2 on b: 1 MiB")
 
 
-def test_what_all_ranks_found_is_told_once() -> None:
+def test_a_finding_of_all_ranks_is_reported_once() -> None:
     findings = judge_ranks([rank_facts(rank, quota=1.0) for rank in range(2)], None)
     assert [item.subject for item in findings if item.status != "ok"] == ["cores"]
 
@@ -361,7 +361,7 @@ def test_facts_travel_as_json() -> None:
 # --- The table ---
 
 
-def test_the_table_is_80_columns_wide_and_every_remedy_stands_below_its_finding() -> None:
+def test_the_table_fits_80_columns_with_remedies_below_findings() -> None:
     findings = [
         Finding(subject="MPI", status="broken", text="word " * 40, remedy="do this " * 20),
         Finding(subject="/dev/shm", status="ok", text="fine"),
@@ -376,7 +376,7 @@ def test_the_table_is_80_columns_wide_and_every_remedy_stands_below_its_finding(
     assert "\x1b" not in text
 
 
-def test_colour_changes_nothing_but_colour() -> None:
+def test_colour_changes_only_the_colour() -> None:
     findings = judge(changed(mpirun=None, python="3.9.1"))
     plain, coloured = (format_table("x", findings, colour=colour) for colour in (False, True))
     assert coloured.count("\x1b[32m") == 8
@@ -388,7 +388,7 @@ def test_warnings_are_counted_and_do_not_break() -> None:
     assert (conclusion(findings), exit_code(findings)) == ("Training would work, with 2 warnings.", 0)
 
 
-def test_python_without_docstrings_is_told_of() -> None:
+def test_python_without_docstrings_is_reported() -> None:
     finding = finding_of(changed(optimize=2), "Python")
     assert (finding.status, finding.remedy) == ("warning", "unset PYTHONOPTIMIZE, and leave out -OO")
     failed = changed(optimize=2, failures={"tensorflow": "TypeError"})

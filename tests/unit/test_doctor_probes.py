@@ -40,7 +40,7 @@ def test_a_package_that_ends_or_holds_up_its_process_is_named(script: str, failu
     assert failed == failures | dict.fromkeys(["horovod", "mpi4py"], "not tried: keras ended the look")
 
 
-def test_an_answer_without_an_end_is_that_of_the_step_which_had_begun() -> None:
+def test_an_incomplete_answer_is_blamed_on_the_step_in_progress() -> None:
     answer = '{"begins": "tensorflow"}\n{"ends": "tensorflow", "failure": "ImportError: x"}\n{"begins": "keras"}\n'
     assert read_answer(answer, "gone")[1] == {
         "tensorflow": "ImportError: x",
@@ -118,7 +118,9 @@ with doctor.ending_in_time(lambda reason: print(reason, flush=True)):
     ("seconds", "number", "reason"),
     [(0.2, None, "the ranks did not meet in 0 s"), (60, signal.SIGTERM, "another rank ended first")],
 )
-def test_a_rank_that_waits_in_vain_says_so_and_ends(seconds: float, number: signal.Signals | None, reason: str) -> None:
+def test_a_rank_that_waits_in_vain_reports_it_and_exits(
+    seconds: float, number: signal.Signals | None, reason: str
+) -> None:
     process = subprocess.Popen([sys.executable, "-c", WAIT.format(seconds=seconds)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "waits\n"

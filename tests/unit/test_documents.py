@@ -50,7 +50,7 @@ def test_about_a_dozen_messages_are_explained() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_to_what_is_there(document: Path) -> None:
+def test_links_lead_to_existing_targets(document: Path) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
         place, _, heading = link.partition("#")
         target = (document.parent / place).resolve() if place else document
@@ -105,7 +105,7 @@ def test_the_reference_has_every_public_name() -> None:
     assert [name for name, value in public_values().items() if id(value) not in shown] == []
 
 
-def test_what_the_reference_shows_is_documented() -> None:
+def test_everything_in_the_reference_is_documented() -> None:
     # Where a dataclass or a named tuple says nothing, Python says "Name(field, ...)".
     undocumented = [
         value
@@ -123,7 +123,7 @@ def test_pre_commit_runs_the_locked_tools_and_downloads_nothing() -> None:
     assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/mypy"}
 
 
-def test_the_guarantees_say_of_the_soak_what_its_result_does() -> None:
+def test_the_guarantees_quote_the_result_of_the_soak() -> None:
     result = json.loads((ROOT / "results/soak.json").read_text())
     num_faults = sum(count for fault, count in result["faults"].items() if not fault.startswith("none"))
     words = " ".join(GUARANTEES.split())
@@ -147,7 +147,7 @@ def test_the_guarantees_show_the_table_of_the_injected_faults() -> None:
     ("experiment", "sentence"),
     [("cifar10", "a step of `cifar10` takes {} of the time without them ({}; "), ("TINY", "a step of 2.7 ms {} ({}; ")],
 )
-def test_the_page_of_speed_says_of_the_guards_what_their_result_does(experiment: str, sentence: str) -> None:
+def test_the_speed_page_quotes_the_results_of_the_guards(experiment: str, sentence: str) -> None:
     rounds = rounds_of("bench-guards", experiment)
     cost, control = (ratio(rounds, *pair) for pair in (("guards_on", "guards_off"), ("guards_on_again", "guards_on")))
     said = sentence.format(f"{cost.median:.3f}", f"{cost.low:.3f} to {cost.high:.3f}")
@@ -208,7 +208,7 @@ def test_the_table_of_shared_out_updates_is_that_of_the_results(words: str, resu
     assert f"| {' | '.join(cells)} |" in SPEED
 
 
-def test_each_rank_holds_its_part_of_the_slots_as_the_page_of_speed_says() -> None:
+def test_the_speed_page_quotes_the_measured_slot_memory() -> None:
     rows = json.loads((ROOT / "results/memory.json").read_text())["rows"]
     found = {(row["ranks"], row["sharded"]): (row["slots_mib"], max(row["peak_mib"])) for row in rows}
     [whole], peak = found[1, False]
@@ -259,10 +259,10 @@ def ratio(rounds: Sequence[dict[str, Any]], name: str, other: str) -> Spread:
     return describe_spread(paired_ratios(*seconds))
 
 
-def test_the_page_of_the_benchmarks_is_what_its_command_writes() -> None:
+def test_the_benchmark_page_equals_its_command_s_output() -> None:
     assert (ROOT / "docs/benchmarks.md").read_text() == make_page(read_results(ROOT / "results"))
 
 
-def test_the_page_says_what_is_not_measured() -> None:
+def test_the_benchmark_page_lists_what_is_not_measured() -> None:
     assert set(QUESTIONS) == {*MODES, "nodes"}  # tests/bench
     assert make_page({}).endswith(f"## Not measured yet\n\n{', '.join(f'`{mode}`' for mode in QUESTIONS)}\n")

@@ -8,11 +8,11 @@ from tests.durations import find_grown, sum_by_directory
 
 
 @pytest.mark.parametrize(("before", "now", "has_grown"), [(2.0, 3.6, True), (2.0, 2.9, False), (0.2, 0.6, False)])
-def test_only_what_grew_by_half_and_half_an_import_is_named(before: float, now: float, has_grown: bool) -> None:
+def test_only_tests_above_both_growth_thresholds_are_named(before: float, now: float, has_grown: bool) -> None:
     assert find_grown({"a": now}, {"a": before}) == ({"a": (before, now)} if has_grown else {})
 
 
-def test_what_grew_most_comes_first_and_short_new_tests_are_not_named() -> None:
+def test_the_most_grown_come_first_without_short_new_tests() -> None:
     assert list(find_grown({"a": 3.0, "b": 9.0, "new": 1.0, "short": 0.2}, {"a": 1.0, "b": 1.0})) == ["b", "a", "new"]
 
 

@@ -40,14 +40,14 @@ def test_of_any_text_comes_one_line_that_any_stream_takes(text: str) -> None:
         assert not line.startswith(("ringtrain: ", "launch: "))
 
 
-def test_what_is_harmless_stays() -> None:
+def test_harmless_text_is_unchanged() -> None:
     for text in ("", "größer: 5 µs, 模型\tC:\\new", "a 'quoted' \"text\""):
         assert (escape(text), escape_message(text), escape_block(text)) == (text, text, text)
     assert escape_message("two:\n  lines") == "two:\n  lines"
     assert escape_block("a\n\x1b[1mbold\x1b[0m\n") == "a\nbold\n"
 
 
-def test_an_error_is_told_in_one_line_whatever_it_names(
+def test_forged_text_in_an_error_is_escaped(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RINGTRAIN_LAUNCH_DIR", str(tmp_path))
@@ -56,7 +56,7 @@ def test_an_error_is_told_in_one_line_whatever_it_names(
     assert "\x1b" not in (tmp_path / "end.json").read_text()
 
 
-def test_what_a_users_code_raises_forges_no_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_of_user_code_cannot_forge_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"raise ValueError({FORGED!r})\n")
     assert main(["--workload", str(file), "--print_config"]) == 2
@@ -87,7 +87,7 @@ def test_the_log_and_the_bar_show_names_as_text(name: str) -> None:
     assert name not in shown.decode()
 
 
-def test_launch_repeats_what_a_rank_said_as_text(capfd: pytest.CaptureFixture[str]) -> None:
+def test_launch_escapes_the_lines_of_a_rank(capfd: pytest.CaptureFixture[str]) -> None:
     print_line(f"  [0] {FORGED}", "bytes that are no text: \udcff")
     sys.stderr.flush()
     assert capfd.readouterr().err == f"launch:   [0] {ESCAPED}\nlaunch: bytes that are no text: \\udcff\n"

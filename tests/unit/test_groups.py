@@ -48,7 +48,7 @@ def test_a_small_model_sends_one_message() -> None:
     assert plan_groups([*halves, GradientSpec(4, "float32", False)]) == [[1], [0], [2]]
 
 
-def test_the_last_layers_of_a_large_model_leave_before_the_first_are_computed() -> None:
+def test_the_last_layers_of_a_large_model_are_reduced_first() -> None:
     groups = plan_groups([GradientSpec(2**20, "float32", False)] * 12)
     assert groups[0][0] == 11
     assert 2 <= len(groups) <= 12

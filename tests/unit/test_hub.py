@@ -71,7 +71,7 @@ def test_ranks_hear_each_other_and_when_one_is_gone(center: tuple[Star, int]) ->
         b"x" * (MAX_LINE_BYTES + 1),
     ],
 )
-def test_who_proves_nothing_is_not_heard(center: tuple[Star, int], sent: bytes) -> None:
+def test_an_unauthenticated_peer_is_ignored(center: tuple[Star, int], sent: bytes) -> None:
     middle, port = center
     with socket.create_connection((LOOPBACK, port), timeout=5) as stranger:
         stranger.sendall(sent)
@@ -118,7 +118,7 @@ def test_a_peer_that_does_not_read_costs_no_memory_and_no_time(center: tuple[Sta
     sleeper.close()
 
 
-def test_whoever_wakes_a_star_need_not_wait(center: tuple[Star, int]) -> None:
+def test_a_wake_ends_a_pending_receive(center: tuple[Star, int]) -> None:
     middle, _ = center
     middle.wake()
     start = time.monotonic()
@@ -126,7 +126,7 @@ def test_whoever_wakes_a_star_need_not_wait(center: tuple[Star, int]) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_on_several_hosts_the_others_are_told_every_way_to_the_first() -> None:
+def test_on_several_hosts_all_addresses_of_rank_0_are_announced() -> None:
     listener, addresses = listen(world(4, 2))
     with listener:
         port = listener.getsockname()[1]
@@ -136,7 +136,7 @@ def test_on_several_hosts_the_others_are_told_every_way_to_the_first() -> None:
             pass
 
 
-def test_nowhere_to_connect_to_is_an_error() -> None:
+def test_an_unreachable_hub_is_an_error() -> None:
     star = Star(1)
     with pytest.raises(OSError, match="refused"):
         star.connect_to([LOOPBACK], 1, token=TOKEN)
@@ -164,7 +164,7 @@ def test_a_proof_does_not_hold_the_token_and_serves_once(center: tuple[Star, int
     star.close()
 
 
-def test_idle_strangers_keep_no_rank_out_and_are_dropped_in_seconds(
+def test_idle_strangers_block_no_rank_and_are_soon_dropped(
     center: tuple[Star, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     middle, port = center

@@ -72,7 +72,7 @@ def test_a_run_keeps_the_identity_of_its_first_start(config: Config) -> None:
     assert read_identity(run) == first
 
 
-def test_a_run_that_starts_anew_is_another(config: Config, tmp_path: Path) -> None:
+def test_a_new_run_has_a_new_identity(config: Config, tmp_path: Path) -> None:
     make_run(config, [2])
     first = read_identity(tmp_path / "run")
     assert open_quietly(replace(config, resume="never"))["id"] != (first or {})["id"]
@@ -88,7 +88,7 @@ def test_a_run_that_never_saved_anything_is_a_new_one(config: Config) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "[" * 100_000, '{"id": 3}', '{"id": "../x"}', "null"])
-def test_an_identity_that_is_lost_is_that_of_the_newest_checkpoint(config: Config, content: str | None) -> None:
+def test_a_lost_identity_is_restored_from_the_newest_checkpoint(config: Config, content: str | None) -> None:
     run = make_run(config, [2, 4])
     first = read_identity(run)
     sign(run, [2, 4])
@@ -99,7 +99,7 @@ def test_an_identity_that_is_lost_is_that_of_the_newest_checkpoint(config: Confi
     assert read_identity(run) == first
 
 
-def test_a_run_of_an_older_ringtrain_gets_an_identity_and_keeps_its_checkpoints(config: Config) -> None:
+def test_a_run_of_an_older_version_gets_an_identity(config: Config) -> None:
     run = make_run(config, [2, 4])  # whose manifests have none
     (run / IDENTITY_FILE).unlink()
     drawn = open_quietly(config)
@@ -107,7 +107,7 @@ def test_a_run_of_an_older_ringtrain_gets_an_identity_and_keeps_its_checkpoints(
     assert open_quietly(config) == drawn
 
 
-def test_what_is_shown_of_an_identity_is_harmless() -> None:
+def test_a_shown_identity_contains_no_unsafe_text() -> None:
     drawn = draw_identity(3)
     assert as_identity(drawn) == drawn
     assert re.fullmatch(r"run [0-9a-f]{8} \(seed 3, started 20\S+Z on [\w.-]+\)", describe_identity(drawn))
@@ -119,7 +119,7 @@ def test_what_is_shown_of_an_identity_is_harmless() -> None:
 # --- A checkpoint of another run ---
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_both_identities(config: Config, tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_refused_with_both_identities(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2, 4])
     sign(run, [2, 4])
     other = make_run(replace(config, out=tmp_path / "other", seed=7), [6])
@@ -156,7 +156,7 @@ def test_eval_and_export_take_the_runs_own_checkpoints(config: Config, tmp_path:
         export.main([str(run), "--checkpoint", step_name(6)], read_world({}))
 
 
-def test_one_of_the_same_seed_and_settings_is_told_apart(config: Config, tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_with_equal_settings_is_detected(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2])
     other = make_run(replace(config, out=tmp_path / "other"), [6])
     sign(other, [6])
@@ -165,7 +165,7 @@ def test_one_of_the_same_seed_and_settings_is_told_apart(config: Config, tmp_pat
         open_run(config, print_line=print)
 
 
-def test_one_without_identity_is_told_by_its_settings(config: Config, tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_without_identity_is_detected(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2])
     other = make_run(replace(config, out=tmp_path / "other", seed=7), [6])
     shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
@@ -173,7 +173,7 @@ def test_one_without_identity_is_told_by_its_settings(config: Config, tmp_path: 
         open_run(config, print_line=print)
 
 
-def test_a_copied_run_goes_on_as_the_run_that_it_is(config: Config, tmp_path: Path) -> None:
+def test_a_copied_run_keeps_its_identity(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2, 4])
     sign(run, [2, 4])
     shutil.copytree(run, tmp_path / "copied")
@@ -212,9 +212,7 @@ GONE = {
 
 @pytest.mark.parametrize("resume", ["auto", "must"])
 @pytest.mark.parametrize("why", GONE)
-def test_a_run_whose_checkpoints_have_gone_is_refused_and_keeps_its_history(
-    config: Config, why: str, resume: Any
-) -> None:
+def test_a_run_without_its_checkpoints_is_refused_unchanged(config: Config, why: str, resume: Any) -> None:
     run = make_run(config, [2, 4])
     GONE[why](run / "checkpoints")
     before = read_files(run)
@@ -225,7 +223,7 @@ def test_a_run_whose_checkpoints_have_gone_is_refused_and_keeps_its_history(
     assert read_files(run) == before
 
 
-def test_beside_it_a_new_run_begins(config: Config, tmp_path: Path) -> None:
+def test_resume_never_starts_a_new_run_next_to_it(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2, 4])
     remove(run / "checkpoints")
     before = read_files(run)
@@ -235,7 +233,7 @@ def test_beside_it_a_new_run_begins(config: Config, tmp_path: Path) -> None:
     assert read_files(run) == before
 
 
-def test_checkpoints_that_come_back_are_gone_on_from(config: Config, tmp_path: Path) -> None:
+def test_a_run_resumes_from_restored_checkpoints(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2, 4])
     (run / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError):
@@ -246,7 +244,7 @@ def test_checkpoints_that_come_back_are_gone_on_from(config: Config, tmp_path: P
     assert opened.start.step == 4
 
 
-def test_a_run_that_saved_only_a_best_one_begins_anew_as_ever(config: Config) -> None:
+def test_a_run_that_saved_only_a_best_starts_from_the_beginning(config: Config) -> None:
     opened = open_run(config, print_line=print)
     opened.directory.write_event("checkpoint", step=3, path="checkpoints/best-step-000000003")
     opened.directory.close()
@@ -258,7 +256,7 @@ def test_a_run_that_saved_only_a_best_one_begins_anew_as_ever(config: Config) ->
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile"])
 @pytest.mark.parametrize("kind", ["a link to nowhere", "a file"])
-def test_what_will_be_written_is_tried_at_the_start(config: Config, name: str, kind: str) -> None:
+def test_write_access_is_checked_at_the_start(config: Config, name: str, kind: str) -> None:
     run = make_run(config, [])
     if kind == "a file":
         (run / name).write_text("")
@@ -270,7 +268,7 @@ def test_what_will_be_written_is_tried_at_the_start(config: Config, name: str, k
     assert read_files(run) == before
 
 
-def test_what_will_not_be_written_is_not_tried(config: Config) -> None:
+def test_write_access_to_unused_paths_is_not_checked(config: Config) -> None:
     run = make_run(config, [2])
     (run / "profile").write_text("")
     open_quietly(config)

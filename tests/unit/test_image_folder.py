@@ -92,7 +92,7 @@ def test_samples_come_in_the_order_that_was_asked_for(folder: Path, method: str)
 
 
 @pytest.mark.parametrize("method", ["gather", "gather_good"])
-def test_outside_of_graphs_the_same_is_gathered_without_a_warning(
+def test_an_eager_gather_equals_a_pipeline_s_without_a_warning(
     folder: Path, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     train, _ = load(folder)
@@ -115,7 +115,7 @@ def test_no_sample_is_an_empty_batch(folder: Path, method: str) -> None:
     assert getattr(train, method)(tf.zeros([0], tf.int64))[-2].shape[1:] == (6, 6, 3)
 
 
-def test_the_first_evaluation_folder_is_taken_and_there_may_be_none(tmp_path: Path) -> None:
+def test_the_first_evaluation_folder_is_used_and_is_optional(tmp_path: Path) -> None:
     write(tmp_path / "train/a/1.png", make_image())
     assert load(tmp_path)[1] is None
     for count, name in enumerate(("test", "val", "validation"), start=1):
@@ -158,7 +158,7 @@ def test_an_image_that_has_the_size_already_is_not_changed() -> None:
     np.testing.assert_array_equal(resize_middle(image, 7), image)
 
 
-def test_the_fingerprint_tells_names_and_sizes_but_not_the_place(folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_covers_names_and_sizes_not_the_path(folder: Path, tmp_path: Path) -> None:
     def fingerprints() -> tuple[str, str]:
         train, evaluation = load(folder, image_size=8)
         assert evaluation is not None
@@ -290,7 +290,7 @@ def test_bad_images_are_found_and_named(folder: Path, image_size: int | None) ->
     assert train.find_bad([1, 2]) == []
 
 
-def test_what_its_header_says_is_found_before_the_training(folder: Path) -> None:
+def test_damage_visible_in_headers_is_found_before_training(folder: Path) -> None:
     damage_images(folder)
     train, evaluation = load(folder)
     assert [(bad.number, bad.description, bad.reason) for bad in train.damaged] == [
@@ -390,7 +390,7 @@ ENCODED = {
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_the_header_says_what_the_decoder_gives(name: str) -> None:
+def test_the_header_gives_the_shape_of_the_decoded_image(name: str) -> None:
     decoded = tf.io.decode_image(ENCODED[name], channels=0)
     assert read_header(io.BytesIO(ENCODED[name])) == tuple(decoded.shape)
 
@@ -424,7 +424,7 @@ def test_a_header_is_read_without_the_pixels_and_the_metadata() -> None:
     ],
     ids=["empty", "GIF", "cut", "cut in EXIF", "cut PNG", "no frame", "segment", "no IHDR", "no width"],
 )
-def test_what_has_no_header_is_told(content: bytes, said: str) -> None:
+def test_a_missing_header_is_an_error(content: bytes, said: str) -> None:
     with pytest.raises(HeaderError, match=said):
         read_header(io.BytesIO(content))
 

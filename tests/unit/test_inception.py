@@ -74,7 +74,7 @@ def test_the_network_is_the_paper_s(model: keras.Model) -> None:
     ],
     ids=["75", "139", "75x299", "299", "427"],
 )
-def test_the_auxiliary_classifier_fits_the_grid_of_every_image_size(
+def test_the_auxiliary_classifier_fits_every_grid_size(
     grid: tuple[int, int], pooled: tuple[int, int], kernel: tuple[int, int]
 ) -> None:
     features = keras.Input((*grid, 768))
@@ -131,7 +131,7 @@ def cross_entropy(label: int, logits: np.ndarray) -> float:
     return float(-(targets * (logits - np.log(np.exp(logits).sum()))).sum())
 
 
-def test_the_loss_is_that_of_both_classifiers_with_smoothed_labels() -> None:
+def test_the_loss_covers_both_classifiers_with_smoothed_labels() -> None:
     generator = np.random.default_rng(0)
     labels = np.array([2, 0, 3])
     main, auxiliary = generator.normal(0, 3, (3, 4)), generator.normal(0, 3, (3, 4))
@@ -175,7 +175,7 @@ def test_the_optimizer_is_the_paper_s() -> None:
     assert not settings["centered"]
 
 
-def test_a_step_of_the_optimizer_divides_by_the_root_of_mean_square_plus_one() -> None:
+def test_the_optimizer_adds_epsilon_one_inside_the_root() -> None:
     optimizer = paper_s_optimizer()
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
@@ -252,7 +252,7 @@ def test_a_wrong_number_of_classes_is_named() -> None:
         make_inception(synthetic_classes=0).create_sources(None, synthetic=True)
 
 
-def test_without_images_the_error_says_what_to_do() -> None:
+def test_without_images_the_error_gives_the_remedy() -> None:
     with pytest.raises(UsageError, match=r"--data_dir.*--synthetic true") as caught:
         make_inception().create_sources(None, synthetic=False)
     assert caught.value.exit_code == 2
@@ -261,7 +261,7 @@ def test_without_images_the_error_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("options", "size", "classes"), [({}, 75, 10), ({"image_size": 80, "synthetic_classes": 3}, 80, 3)]
 )
-def test_made_data_have_the_form_of_real_ones(
+def test_synthetic_data_have_the_format_of_real_data(
     built: list[tuple[Any, ...]], options: dict[str, int], size: int, classes: int
 ) -> None:
     workload = make_inception(**options)

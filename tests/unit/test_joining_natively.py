@@ -27,7 +27,7 @@ def open_descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_the_backend_native_is_refused_where_the_launcher_gives_no_mpi() -> None:
+def test_the_native_backend_is_refused_without_mpi() -> None:
     """Horovod would carry all else, which this backend is to do without."""
     world = World(rank=0, size=2, local_rank=0, local_size=2, node="n1", launcher=GLOO_LAUNCHER)
     with pytest.raises(UsageError, match="needs MPI, but horovodrun --gloo starts ranks without MPI"):
@@ -43,7 +43,7 @@ def test_the_backend_native_is_refused_where_the_launcher_gives_no_mpi() -> None
         ("", "AttributeError: module 'horovod.tensorflow' has no attribute 'init'"),
     ],
 )
-def test_a_horovod_that_does_not_load_is_refused_whatever_it_raises(
+def test_any_import_error_of_horovod_is_a_usage_error(
     code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "horovod/tensorflow").mkdir(parents=True)
@@ -62,9 +62,7 @@ def test_a_horovod_that_does_not_load_is_refused_whatever_it_raises(
     assert str(raised.value).startswith(f"Horovod cannot be loaded: {words}. It must be built against")
 
 
-def test_an_mpi4py_that_does_not_load_is_refused_whatever_it_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_import_error_of_mpi4py_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mpi4py.py").write_text("raise RuntimeError('cannot load MPI library')")
     for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
@@ -76,7 +74,7 @@ def test_an_mpi4py_that_does_not_load_is_refused_whatever_it_raises(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit("broken"), OSError("broken")])
-def test_a_tensorflow_that_does_not_load_is_refused_whatever_it_raises(error: BaseException) -> None:
+def test_any_import_error_of_tensorflow_is_a_usage_error(error: BaseException) -> None:
     with (
         pytest.raises(UsageError, match=f"TensorFlow cannot be loaded: {type(error).__name__}: broken"),
         explaining_tensorflow(),
@@ -102,7 +100,7 @@ def test_it_is_open_in_all_and_gone_with_the_last() -> None:
 
 
 @pytest.mark.parametrize("which", ["a plain file", "no file", "no process", "other memory"])
-def test_what_is_not_the_memory_of_rank_0_is_not_taken_for_it(which: str, tmp_path: Path) -> None:
+def test_only_the_memory_of_rank_0_is_mapped(which: str, tmp_path: Path) -> None:
     """Another container's process may have the number that rank 0 has in its own."""
     descriptor = os.memfd_create(f"{NAME}-theirs")
     try:
@@ -115,7 +113,7 @@ def test_what_is_not_the_memory_of_rank_0_is_not_taken_for_it(which: str, tmp_pa
         os.close(descriptor)
 
 
-def test_memory_that_cannot_be_had_ends_nothing() -> None:
+def test_a_failed_memory_allocation_is_not_fatal() -> None:
     before, said = open_descriptors(), []
 
     def on_all(value: Any) -> list[Any]:
@@ -131,7 +129,7 @@ def test_memory_that_cannot_be_had_ends_nothing() -> None:
     assert open_descriptors() == before
 
 
-def test_where_the_window_cannot_be_mapped_nobody_joins(tmp_path: Path) -> None:
+def test_no_rank_joins_if_the_window_cannot_be_mapped(tmp_path: Path) -> None:
     assert library.load_operations() is not None
     with (tmp_path / "file").open("wb") as file:  # which cannot be read
         patience = library.Patience(0.0, 0.0)
@@ -158,7 +156,7 @@ def test_a_library_that_is_not_there_is_no_error(tmp_path: Path) -> None:
         ("a0 a1 a0 a1 b0 b1 b0 b1", "nodes have the same name (a, b)"),
     ],
 )
-def test_nodes_meet_where_each_has_the_same_local_ranks(places: str, reason: str | None) -> None:
+def test_nodes_join_only_with_equal_local_ranks(places: str, reason: str | None) -> None:
     assert why_no_nodes([(place[0], int(place[1])) for place in places.split()]) == reason
 
 

@@ -63,7 +63,7 @@ def test_a_slow_reader_gets_everything(pipe: tuple[int, int], waits: bool) -> No
     assert b"".join(data) == NUM_LINES * LINE.encode()
 
 
-def test_a_reader_that_stands_still_is_not_waited_for(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_reader_does_not_block_the_run(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``| less`` and Ctrl-S: the run continues, says so once, and prints again once it is read again."""
     reader, writer = pipe
     warnings: list[str] = []
@@ -82,7 +82,7 @@ def test_a_reader_that_stands_still_is_not_waited_for(pipe: tuple[int, int], mon
     assert len(warnings) == 1
 
 
-def test_a_stream_that_went_before_the_run_began_is_told_to_the_run(
+def test_a_stream_lost_before_the_run_is_reported_to_the_run(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where ``head`` has its lines before there is a run directory."""

@@ -35,13 +35,13 @@ def test_a_launcher_hears_of_the_run_and_of_its_end(listener: Path) -> None:
     assert sorted(path.name for path in listener.iterdir()) == ["end.json", "run.json"]
 
 
-def test_the_first_word_about_the_end_stands(listener: Path) -> None:
+def test_the_first_recorded_end_is_kept(listener: Path) -> None:
     record_end(END)
     record_end({"event": "end", "status": "failed", "exit_code": 1, "message": "the others are gone"})
     assert read_end(listener) == EndRecord(status="data", exit_code=3, message="rank 1 on n2: no such file")
 
 
-def test_a_launcher_forgets_what_a_former_start_said(listener: Path) -> None:
+def test_a_launcher_clears_the_record_of_a_former_start(listener: Path) -> None:
     clear(listener)
     record_start(Path("runs/digits"), step=0, is_complete=True)
     record_end(END)
@@ -50,7 +50,7 @@ def test_a_launcher_forgets_what_a_former_start_said(listener: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"path": 1}', '{"status": "x", "exit_code": "y"}'])
-def test_what_is_no_word_of_a_run_is_passed_over(listener: Path, text: str) -> None:
+def test_invalid_run_records_are_ignored(listener: Path, text: str) -> None:
     (listener / "run.json").write_text(text)
     (listener / "end.json").write_text(text)
     assert (read_run(listener), read_end(listener)) == (None, None)

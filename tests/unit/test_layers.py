@@ -63,7 +63,7 @@ def test_few_modules_lie_flat() -> None:
     assert len(list((ROOT / "ringtrain").glob("*.py"))) <= MAX_FLAT_MODULES
 
 
-def test_every_room_says_what_it_is() -> None:
+def test_every_package_has_a_docstring() -> None:
     for init in (ROOT / "ringtrain").rglob("*/__init__.py"):
         assert init.read_text().startswith('"""'), init
 
@@ -105,7 +105,7 @@ def test_the_picture_is_drawn_from_the_imports() -> None:
     assert picture == draw(LAYERS, IMPORTS)
 
 
-def test_what_comes_before_the_devices_are_pinned_does_not_import_tensorflow() -> None:
+def test_modules_used_before_pinning_do_not_import_tensorflow() -> None:
     script = (
         f"import sys, {', '.join(f'ringtrain.{name}' for name in WITHOUT_TENSORFLOW)}\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"

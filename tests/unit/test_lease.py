@@ -132,7 +132,7 @@ def test_of_many_that_start_together_exactly_one_gets_it(tmp_path: Path, start: 
             assert "--out" in answer
 
 
-def test_of_many_threads_that_come_again_and_again_one_holds_it_at_a_time_and_no_number_is_used_twice(
+def test_one_of_many_threads_holds_it_and_numbers_never_repeat(
     tmp_path: Path,
 ) -> None:
     begin = threading.Barrier(4)
@@ -210,7 +210,7 @@ def test_that_of_a_process_that_is_gone_is_taken_at_once(tmp_path: Path, start: 
     lease.close()
 
 
-def test_that_of_an_earlier_process_of_the_same_number_is_taken_at_once(tmp_path: Path) -> None:
+def test_a_lease_of_a_reused_process_id_is_taken_at_once(tmp_path: Path) -> None:
     lease = acquire(tmp_path)
     rewrite(lease_file(tmp_path), started=1)
     later = acquire(tmp_path)
@@ -219,7 +219,7 @@ def test_that_of_an_earlier_process_of_the_same_number_is_taken_at_once(tmp_path
     lease.close()
 
 
-def test_a_released_one_is_taken_at_once_and_its_number_not_again(tmp_path: Path) -> None:
+def test_a_released_lease_is_taken_at_once_with_a_new_number(tmp_path: Path) -> None:
     numbers = []
     for _ in range(5):
         lease = acquire(tmp_path)
@@ -240,7 +240,7 @@ def test_a_holder_that_ends_lets_the_next_one_in(tmp_path: Path, start: Any) -> 
 # --- A late one notices ---
 
 
-def test_a_late_writer_is_told_who_took_over(tmp_path: Path, start: Any) -> None:
+def test_a_late_writer_learns_which_process_took_over(tmp_path: Path, start: Any) -> None:
     late = acquire(tmp_path)
     rewrite(lease_file(tmp_path), started=1)  # as if this process were gone
     other = start()
@@ -265,9 +265,7 @@ def test_a_late_writer_that_lets_go_does_not_let_go_of_another_s(tmp_path: Path)
     holder.close()
 
 
-def test_a_claim_that_comes_after_others_came_and_went_gets_no_old_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delayed_claim_gets_no_old_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acquire(tmp_path).close()
     claim = lease_module._claim
     others: list[Lease] = []
@@ -291,7 +289,7 @@ def test_a_claim_that_comes_after_others_came_and_went_gets_no_old_number(
 
 @pytest.mark.parametrize("elsewhere", [{"boot": "another"}, {"pid_namespace": "pid:[1]"}])
 @pytest.mark.usefixtures("short")
-def test_one_that_beats_elsewhere_is_refused(tmp_path: Path, elsewhere: dict[str, str]) -> None:
+def test_a_lease_with_a_remote_heartbeat_is_refused(tmp_path: Path, elsewhere: dict[str, str]) -> None:
     holder = acquire(tmp_path)  # its thread goes on to beat
     rewrite(lease_file(tmp_path), **elsewhere, host="node7", pid=12)
     said: list[str] = []
@@ -304,9 +302,7 @@ def test_one_that_beats_elsewhere_is_refused(tmp_path: Path, elsewhere: dict[str
 
 @pytest.mark.parametrize("elsewhere", [{"boot": "another"}, {"pid_namespace": "pid:[1]"}])
 @pytest.mark.usefixtures("short")
-def test_one_that_does_not_beat_elsewhere_is_taken_over_after_a_while(
-    tmp_path: Path, elsewhere: dict[str, str]
-) -> None:
+def test_a_remote_lease_without_heartbeat_is_taken_after_a_wait(tmp_path: Path, elsewhere: dict[str, str]) -> None:
     acquire(tmp_path).close()
     rewrite(lease_file(tmp_path), **elsewhere, host="node7", pid=12, released=False)
     os.utime(lease_file(tmp_path))
@@ -319,7 +315,7 @@ def test_one_that_does_not_beat_elsewhere_is_taken_over_after_a_while(
     lease.close()
 
 
-def test_one_elsewhere_whose_last_beat_is_long_ago_is_taken_over_at_once(tmp_path: Path) -> None:
+def test_a_remote_lease_with_an_old_heartbeat_is_taken_at_once(tmp_path: Path) -> None:
     acquire(tmp_path).close()
     rewrite(lease_file(tmp_path), boot="another", released=False)
     os.utime(lease_file(tmp_path), (1, 1))
@@ -331,7 +327,7 @@ def test_one_elsewhere_whose_last_beat_is_long_ago_is_taken_over_at_once(tmp_pat
 
 
 @pytest.mark.usefixtures("short")
-def test_a_beat_in_the_future_stops_nobody_for_ever(tmp_path: Path) -> None:
+def test_a_heartbeat_in_the_future_does_not_block_for_ever(tmp_path: Path) -> None:
     acquire(tmp_path).close()
     rewrite(lease_file(tmp_path), boot="another", released=False)
     os.utime(lease_file(tmp_path), (2**32, 2**32))
@@ -341,7 +337,7 @@ def test_a_beat_in_the_future_stops_nobody_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_one_elsewhere_that_lets_go_meanwhile_lets_in(tmp_path: Path) -> None:
+def test_a_remote_lease_released_meanwhile_is_taken(tmp_path: Path) -> None:
     holder = acquire(tmp_path)
     rewrite(lease_file(tmp_path), boot="another")
     said: list[str] = []
@@ -357,7 +353,7 @@ def test_one_elsewhere_that_lets_go_meanwhile_lets_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_one_that_is_taken_over_by_another_meanwhile_names_the_other(tmp_path: Path, start: Any) -> None:
+def test_a_lease_taken_by_another_meanwhile_names_that_process(tmp_path: Path, start: Any) -> None:
     acquire(tmp_path).close()
     rewrite(lease_file(tmp_path), boot="another", host="node7", released=False)
     os.utime(lease_file(tmp_path))
@@ -378,7 +374,7 @@ def test_one_that_is_taken_over_by_another_meanwhile_names_the_other(tmp_path: P
 @pytest.mark.parametrize(
     "text", ["", "\0" * 50, "{", "null", "7", "[]", "[1, 2]", '"ab"', "{}", '{"pid": 1', '{"released": true}']
 )
-def test_a_damaged_file_stands_in_nobody_s_way(tmp_path: Path, text: str) -> None:
+def test_a_damaged_lease_file_does_not_block(tmp_path: Path, text: str) -> None:
     acquire(tmp_path).close()
     lease_file(tmp_path).write_text(text)
     begin = time.monotonic()
@@ -389,7 +385,7 @@ def test_a_damaged_file_stands_in_nobody_s_way(tmp_path: Path, text: str) -> Non
     lease.close()
 
 
-def test_a_file_that_is_no_text_stands_in_nobody_s_way(tmp_path: Path) -> None:
+def test_a_binary_lease_file_does_not_block(tmp_path: Path) -> None:
     acquire(tmp_path).close()
     lease_file(tmp_path).write_bytes(b"\xff\xfe{")
     acquire(tmp_path).close()
@@ -397,7 +393,7 @@ def test_a_file_that_is_no_text_stands_in_nobody_s_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["pid", "started", "boot", "pid_namespace", "host", "job"])
 @pytest.mark.usefixtures("short")
-def test_a_file_that_says_too_little_stands_in_nobody_s_way_for_long(tmp_path: Path, missing: str) -> None:
+def test_an_incomplete_lease_file_does_not_block_for_long(tmp_path: Path, missing: str) -> None:
     acquire(tmp_path).close()
     values = json.loads(lease_file(tmp_path).read_text())
     lease_file(tmp_path).write_text(json.dumps({k: v for k, v in values.items() if k not in (missing, "released")}))
@@ -408,7 +404,7 @@ def test_a_file_that_says_too_little_stands_in_nobody_s_way_for_long(tmp_path: P
         acquire(tmp_path).close()
 
 
-def test_a_holder_whose_file_was_damaged_still_holds_and_can_let_go(tmp_path: Path) -> None:
+def test_a_holder_of_a_damaged_lease_file_keeps_and_releases_it(tmp_path: Path) -> None:
     lease = acquire(tmp_path)
     lease_file(tmp_path).write_text("[1]")
     lease.check()
@@ -416,7 +412,7 @@ def test_a_holder_whose_file_was_damaged_still_holds_and_can_let_go(tmp_path: Pa
     assert json.loads(lease_file(tmp_path).read_text()) == {"released": True}
 
 
-def test_a_holder_whose_file_was_removed_writes_nothing_more(tmp_path: Path) -> None:
+def test_a_holder_of_a_removed_lease_file_stops_writing(tmp_path: Path) -> None:
     lease = acquire(tmp_path)
     lease_file(tmp_path).unlink()
     with pytest.raises(LeaseLostError):
@@ -424,7 +420,7 @@ def test_a_holder_whose_file_was_removed_writes_nothing_more(tmp_path: Path) -> 
     lease.close()
 
 
-def test_what_is_no_lease_is_passed_over(tmp_path: Path) -> None:
+def test_other_names_are_not_taken_for_leases(tmp_path: Path) -> None:
     (tmp_path / LEASE_DIRECTORY).mkdir()
     for name in (".123-456", ".000004-99", "000007~", "notes", "²", "00000²", "٣٣٣٣٣٣", "9" * 200):
         (tmp_path / LEASE_DIRECTORY / name).write_text("x")
@@ -435,7 +431,7 @@ def test_what_is_no_lease_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "link to nowhere", "device", "deep", "large", "odd pid"])
-def test_whatever_lies_in_the_place_of_a_lease_stands_in_nobody_s_way(tmp_path: Path, kind: str) -> None:
+def test_special_files_named_as_a_lease_do_not_block(tmp_path: Path, kind: str) -> None:
     file = tmp_path / LEASE_DIRECTORY / "000003"
     file.parent.mkdir()
     if kind == "directory":
@@ -480,7 +476,7 @@ def test_letting_go_does_not_wait_for_the_next_beat(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 1
 
 
-def test_the_same_job_started_again_takes_over_from_a_start_that_still_lives(tmp_path: Path, start: Any) -> None:
+def test_a_requeued_job_takes_over_from_its_live_former_start(tmp_path: Path, start: Any) -> None:
     """A node that Slurm has lost may keep writing; Slurm has started the job on another."""
     former = start()  # of job 42
     assert former.hold() == 1
@@ -505,7 +501,7 @@ def test_another_job_does_not_take_over(tmp_path: Path, start: Any, environ: dic
     former.go()
 
 
-def test_of_the_other_ranks_one_ends_the_lease_of_a_silent_first_one(tmp_path: Path) -> None:
+def test_one_other_rank_ends_the_lease_of_a_silent_rank_0(tmp_path: Path) -> None:
     lease = acquire(tmp_path)
     assert [take_over(tmp_path, lease.number, environ={}) for _ in range(3)] == [True, False, False]
     with pytest.raises(LeaseLostError, match="taken over"):
@@ -516,7 +512,7 @@ def test_of_the_other_ranks_one_ends_the_lease_of_a_silent_first_one(tmp_path: P
     after.close()
 
 
-def test_a_lease_that_was_let_go_or_taken_by_another_run_is_not_ended(tmp_path: Path) -> None:
+def test_a_released_or_foreign_lease_is_not_ended(tmp_path: Path) -> None:
     lease = acquire(tmp_path)
     lease.close()
     assert not take_over(tmp_path, lease.number, environ={})
@@ -531,7 +527,7 @@ def test_a_lease_that_cannot_be_seen_is_an_error(tmp_path: Path) -> None:
         take_over(tmp_path / "gone", 1, environ={})
 
 
-def test_a_lease_of_the_last_number_says_what_to_remove(tmp_path: Path, short: None) -> None:
+def test_the_highest_lease_number_gives_a_remedy(tmp_path: Path, short: None) -> None:
     (tmp_path / LEASE_DIRECTORY).mkdir()
     (tmp_path / LEASE_DIRECTORY / "999999999").write_text('{"released": true}')
     with pytest.raises(UsageError, match=rf"wrote into '{tmp_path / LEASE_DIRECTORY}'.* remove that directory"):

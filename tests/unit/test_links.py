@@ -70,7 +70,7 @@ def replace_by_link(path: Path, elsewhere: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_a_link_is_neither_read_nor_written_nor_replaced(name: str, run: Path, tmp_path: Path) -> None:
+def test_linked_files_are_neither_read_nor_written_nor_replaced(name: str, run: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     replace_by_link(run / name, elsewhere)
     before = elsewhere.read_bytes()
@@ -81,7 +81,7 @@ def test_a_file_that_is_a_link_is_neither_read_nor_written_nor_replaced(name: st
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_a_directory_that_is_a_link_is_refused_and_keeps_what_it_holds(name: str, run: Path, tmp_path: Path) -> None:
+def test_a_linked_directory_is_refused_and_keeps_its_content(name: str, run: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     replace_by_link(run / name, elsewhere)
     (elsewhere / ".writing-step-000000020").mkdir()
@@ -101,7 +101,7 @@ def test_a_command_that_looks_into_a_run_follows_no_link(
     assert "'config.yaml' is a link, which is not followed" in capsys.readouterr().err
 
 
-def test_an_export_goes_through_no_link(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_follows_no_link(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace_by_link(run / "export", tmp_path / "elsewhere")
     before = read_tree(tmp_path / "elsewhere")
     assert main(["export", str(run), "--checkpoint", step_name(15), "--workload", "digits"]) == 2
@@ -109,7 +109,7 @@ def test_an_export_goes_through_no_link(run: Path, tmp_path: Path, capsys: pytes
     assert read_tree(tmp_path / "elsewhere") == before
 
 
-def test_temporary_files_have_names_that_nobody_can_foresee(tmp_path: Path) -> None:
+def test_temporary_files_have_unpredictable_names(tmp_path: Path) -> None:
     names = set()
     for _ in range(2):
         with replacing(tmp_path / "file") as file:
@@ -218,7 +218,7 @@ ODD_KINDS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.timeout(60)
-def test_an_event_file_that_a_killed_process_left_incomplete_is_removed_and_never_read(tmp_path: Path) -> None:
+def test_an_incomplete_event_file_is_removed_and_never_read(tmp_path: Path) -> None:
     from ringtrain.training.summaries import forget_after  # here: it loads TensorFlow
 
     unfinished = tmp_path / ".writing-0123-events.out.tfevents.1.vm"
@@ -229,7 +229,7 @@ def test_an_event_file_that_a_killed_process_left_incomplete_is_removed_and_neve
 
 
 @pytest.mark.parametrize("kind", ODD_KINDS)
-def test_what_is_no_event_file_is_refused_by_name(kind: str, run: Path, tmp_path: Path) -> None:
+def test_odd_event_files_are_refused_by_name(kind: str, run: Path, tmp_path: Path) -> None:
     from ringtrain.training.summaries import EventFiles
 
     write_events(tmp_path / "made", range(1, 7))
@@ -261,7 +261,7 @@ def test_a_batch_that_is_kept_and_a_profile_go_through_no_link(run: Path, tmp_pa
         make_directory(tmp_path / "gone" / "checkpoints")
 
 
-def test_a_run_under_another_name_goes_on(run: Path, tmp_path: Path) -> None:
+def test_a_run_behind_a_link_resumes(run: Path, tmp_path: Path) -> None:
     """What the user names may be a link: the run as a whole on another disk."""
     (tmp_path / "here").symlink_to(run)
     assert go_on(tmp_path / "here") == ""

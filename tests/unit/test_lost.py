@@ -13,7 +13,7 @@ from ringtrain.guard.lost import LostRanksError, explaining_lost_ranks, note_los
 
 
 @pytest.mark.parametrize("sign", ["Horovod has been shut down", f"{LOST_RANK_SIGN}: rank 1"])
-def test_a_sum_that_fails_because_a_rank_has_ended_says_so(sign: str) -> None:
+def test_a_reduction_failed_by_a_lost_rank_reports_the_loss(sign: str) -> None:
     """Also where the error has passed through a compiled step, in which it loses its type."""
 
     def fail(values: object) -> object:
@@ -25,7 +25,7 @@ def test_a_sum_that_fails_because_a_rank_has_ended_says_so(sign: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the ranks are at different places"), DataError(LOST_RANK_SIGN)])
-def test_other_errors_stay_what_they_are(error: Exception) -> None:
+def test_other_errors_pass_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explaining_lost_ranks():
         raise error
     assert caught.value is error

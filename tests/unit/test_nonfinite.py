@@ -16,7 +16,7 @@ def finding(**values: object) -> RankReport:
     return RankReport(**{**usual, **values})  # type: ignore[arg-type]
 
 
-def test_rank_host_device_samples_losses_and_the_first_gradient_are_told() -> None:
+def test_the_report_names_rank_device_samples_and_gradient() -> None:
     bad = finding(node="node7", loss="nan", samples=[9, 4], gradients=["conv1/kernel", "conv1/bias"])
     text = describe_findings(7, [finding(), bad, finding(loss=None)])
     assert text == (
@@ -25,7 +25,7 @@ def test_rank_host_device_samples_losses_and_the_first_gradient_are_told() -> No
     )
 
 
-def test_an_overflow_in_the_sum_alone_is_told_as_such() -> None:
+def test_an_overflow_in_the_sum_alone_is_reported_as_such() -> None:
     text = describe_findings(7, [finding(), finding()])
     assert "every rank's loss is finite" in text
     assert text.endswith("No rank's own gradient was not finite, only the sum of all.")

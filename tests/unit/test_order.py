@@ -44,7 +44,7 @@ def test_positions_of_a_huge_domain_are_found_without_storing_it(num_samples: in
 
 @given(st.integers(1, 5000), keys, st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_position_s_sample_does_not_depend_on_what_is_asked_beside_it(
+def test_the_sample_of_a_position_is_independent_of_the_query(
     num_samples: int, key: tuple[int, int], data: st.DataObject
 ) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, num_samples - 1), max_size=20)), np.int64)
@@ -68,7 +68,7 @@ def epoch_of(order: SampleOrder, epoch: int) -> np.ndarray:
     return np.concatenate([order.local_batch(step, rank=0, size=1).indices for step in steps])
 
 
-def test_each_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_has_every_sample_once_in_a_new_order() -> None:
     order = SampleOrder(num_samples=1003, global_batch_size=100, seed=5)
     epochs = [epoch_of(order, epoch) for epoch in range(5)]
     epochs.append(epoch_of(SampleOrder(num_samples=1003, global_batch_size=100, seed=6), 0))
@@ -78,7 +78,7 @@ def test_each_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
             assert np.mean(samples == other) < 0.02  # one in a thousand by chance
 
 
-def test_over_the_epochs_each_step_holds_each_sample_equally_often() -> None:
+def test_over_epochs_each_step_holds_samples_equally_often() -> None:
     order = SampleOrder(num_samples=12, global_batch_size=3)
     epochs = 1000
     counts = np.zeros((4, 12))  # [steps, samples]
@@ -112,7 +112,7 @@ def test_the_order_of_a_seed_is_that_of_every_version() -> None:
 
 @given(st.integers(1, 400), st.integers(1, 120), st.integers(1, 9), st.integers(0, 5), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_the_ranks_slices_partition_every_batch_whatever_their_number(
+def test_rank_slices_partition_every_batch_for_any_world_size(
     num_samples: int, global_batch_size: int, size: int, seed: int, shuffle: bool
 ) -> None:
     order = SampleOrder(num_samples=num_samples, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle)
@@ -131,7 +131,7 @@ def test_the_ranks_slices_partition_every_batch_whatever_their_number(
 
 @given(st.integers(1, 20_000), st.integers(1, 5_000), st.integers(1, 3), st.integers(0, 40), st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
-def test_steps_that_are_planned_at_once_are_those_that_are_planned_one_by_one(
+def test_steps_planned_together_equal_steps_planned_one_by_one(
     num_samples: int, global_batch_size: int, size: int, first_step: int, num_steps: int
 ) -> None:
     order = SampleOrder(num_samples=num_samples, global_batch_size=global_batch_size)
@@ -155,7 +155,7 @@ def test_samples_before_a_step_are_those_of_the_steps_before_it(
     assert order.samples_before(order.steps_per_epoch) == num_samples
 
 
-def test_the_last_batch_of_an_epoch_holds_what_is_left() -> None:
+def test_the_last_batch_of_an_epoch_holds_the_rest() -> None:
     order = SampleOrder(num_samples=10, global_batch_size=4)
     assert [order.global_count(step) for step in range(6)] == [4, 4, 2, 4, 4, 2]
     assert [order.local_batch(step, rank=0, size=1).epoch for step in range(6)] == [0, 0, 0, 1, 1, 1]

@@ -59,7 +59,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_refuse_with_2_and_replace_their_own(command: str, tmp_path: Path) -> None:
+def test_commands_replace_only_their_own_files_or_exit_with_2(command: str, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     workload = tmp_path / "mine.py"
     workload.write_text("import keras\n")

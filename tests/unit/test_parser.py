@@ -81,7 +81,7 @@ def parse(*arguments: str) -> dict[str, Any]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_words_stand_at_their_places_and_flags_anywhere(arguments: list[str], expected: Any) -> None:
+def test_words_are_positional_and_flags_go_anywhere(arguments: list[str], expected: Any) -> None:
     if expected is UsageError:
         with pytest.raises(UsageError, match="more is '--count'; it must be a whole number"):
             parse(*arguments)
@@ -106,7 +106,7 @@ def test_words_stand_at_their_places_and_flags_anywhere(arguments: list[str], ex
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_wrong_is_named(arguments: list[str], message: str) -> None:
+def test_wrong_arguments_are_named(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         parse(*arguments)
 
@@ -131,21 +131,23 @@ def test_a_mapping_is_read_as_a_file_is() -> None:
      ("[", "["),
      ("[*a]", "[*a]"), ("!!int 3", "!!int 3"), ("9" * 5000, "9" * 5000)],
 )  # fmt: skip
-def test_a_text_is_what_it_looks_like(text: str, value: object) -> None:
+def test_text_is_parsed_as_the_value_it_looks_like(text: str, value: object) -> None:
     read = parse_text(text)
     assert (read, type(read)) == (value, type(value))
 
 
-def test_each_option_has_its_docstring_beside_it() -> None:
+def test_each_option_has_its_docstring() -> None:
     texts = read_texts(Options)
     assert set(texts) - {"group"} == set(find_options(Options))
     assert texts["group.rate"] == "a number on two lines"
 
 
-def test_the_screens_are_made_of_what_the_files_say() -> None:
+def test_help_screens_are_built_from_docstrings() -> None:
     from ringtrain.commands import convert
 
     assert "  convert    Convert an image folder" in show_overview(COMMANDS)
     text = show_help(convert.Options)
-    assert text.startswith("usage: python -m ringtrain convert SOURCE DESTINATION [--NAME VALUE ...]\n\nConvert an image")
+    assert text.startswith(
+        "usage: python -m ringtrain convert SOURCE DESTINATION [--NAME VALUE ...]\n\nConvert an image"
+    )
     assert "--kind NAME what the source is: auto, image_folder, cifar10 (auto)" in " ".join(text.split())

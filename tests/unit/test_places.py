@@ -21,7 +21,7 @@ def places_of(
     return IteratorStates(feed, steps_per_pass, rank=rank, size=2)
 
 
-def test_the_last_place_before_a_step_is_kept_and_the_newest_alone() -> None:
+def test_only_the_newest_states_before_a_step_are_kept() -> None:
     places = places_of(bytes([number]) for number in range(1, 9))
     for step in range(4 * EVERY_STEPS + 1):
         places.note(step)
@@ -30,21 +30,21 @@ def test_the_last_place_before_a_step_is_kept_and_the_newest_alone() -> None:
     assert places.before((5 - NUM_KEPT) * EVERY_STEPS - 1) == NO_STATE
 
 
-def test_a_pass_has_a_place_at_its_begin() -> None:
+def test_a_pass_has_a_state_at_its_start() -> None:
     places = places_of(iter([b"a", b"b"]), steps_per_pass=3)
     for step in range(4):
         places.note(step)
     assert places.before(5) == (3, b"b")
 
 
-def test_a_state_that_is_too_long_is_not_asked_for_again_and_leaves_no_place() -> None:
+def test_a_state_that_is_too_long_is_dropped_and_not_retried() -> None:
     places = places_of(iter([b"short", bytes(MAX_STATE_BYTES // 2 + 1)]))
     for step in range(3 * EVERY_STEPS):
         places.note(step)
     assert places.before(3 * EVERY_STEPS) == NO_STATE
 
 
-def test_of_what_all_ranks_read_alike_rank_0_keeps_the_places_and_up_to_the_whole_limit() -> None:
+def test_only_rank_0_keeps_the_states_of_a_shared_pipeline() -> None:
     for rank, expected in ((0, (0, bytes(MAX_STATE_BYTES))), (1, NO_STATE)):
         places = places_of(iter([bytes(MAX_STATE_BYTES)]), rank=rank, is_shared=True)
         if rank:
@@ -54,7 +54,7 @@ def test_of_what_all_ranks_read_alike_rank_0_keeps_the_places_and_up_to_the_whol
         assert places.before(1) == expected
 
 
-def test_a_place_that_is_known_stays_until_another_comes() -> None:
+def test_a_known_state_is_kept_until_the_next_one() -> None:
     places = places_of(iter([b"", b"later"]))
     places.keep((7, b"known"))
     places.note(EVERY_STEPS)
@@ -63,7 +63,7 @@ def test_a_place_that_is_known_stays_until_another_comes() -> None:
     assert places.before(2 * EVERY_STEPS) == (2 * EVERY_STEPS, b"later")
 
 
-def test_what_a_pipeline_holds_ready_is_known_before_its_state_is_made() -> None:
+def test_the_buffered_bytes_of_a_pipeline_are_known_in_advance() -> None:
     samples = tf.data.Dataset.from_tensor_slices((tf.zeros([50, 4]), tf.zeros([50], tf.int64)))
     assert buffered_bytes(samples) == 0
     assert buffered_bytes(samples.shuffle(10)) == 10 * (4 * 4 + 8)

@@ -28,7 +28,7 @@ from ringtrain.messages.ranks import group_ranks, name_ranks
 NODES = ["node3", "node3", "node7", "node7"]
 
 
-def test_the_odd_rank_is_named_with_its_host_and_the_others_with_what_they_have() -> None:
+def test_the_odd_rank_is_named_with_its_host_and_all_values() -> None:
     line = describe_difference("seed", ["0", "0", "3", "0"], NODES)
     assert line == "seed: rank 2 on node7 has 3, ranks 0, 1, 3 have 0"
 
@@ -38,7 +38,7 @@ def test_of_two_ranks_both_are_named_with_their_hosts() -> None:
     assert line == "seed: rank 1 on node7 has 3, rank 0 on node3 has 0"
 
 
-def test_each_value_is_told_with_its_ranks() -> None:
+def test_each_value_is_listed_with_its_ranks() -> None:
     line = describe_difference("numpy", ["1.0", "2.0", "3.0", "1.0"], NODES)
     assert line == "numpy: rank 1 on node3 has 2.0, rank 2 on node7 has 3.0, ranks 0, 3 have 1.0"
 
@@ -76,7 +76,7 @@ def test_of_many_hosts_a_few_are_named() -> None:
     assert "node4" not in words
 
 
-def test_what_most_hold_comes_first_and_of_equally_many_the_first_rank_s() -> None:
+def test_the_majority_value_comes_first_then_the_first_rank_s() -> None:
     assert list(group_ranks([1, 2, 2]).items()) == [(2, [1, 2]), (1, [0])]
     assert list(group_ranks([1, 2, 2, 1]).items()) == [(1, [0, 3]), (2, [1, 2])]
 
@@ -94,7 +94,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return find_differing([summarize(before), summarize(after)])
 
 
-def test_every_setting_is_compared_but_where_a_node_has_its_data(tmp_path: Path) -> None:
+def test_every_setting_but_the_data_directory_is_compared(tmp_path: Path) -> None:
     config = Config()
     settings: dict[str, Any] = {"seed": 3, "steps": 5, "accumulate": 2, "out": tmp_path, "check_replicas_every": 7}
     for name, value in settings.items():
@@ -104,7 +104,7 @@ def test_every_setting_is_compared_but_where_a_node_has_its_data(tmp_path: Path)
     assert changed(facts_of(config), facts_of(replace(config, data_dir=tmp_path))) == []
 
 
-def test_of_the_environment_common_settings_of_horovod_and_tensorflow_are_compared_and_nothing_else() -> None:
+def test_of_the_environment_only_shared_settings_are_compared() -> None:
     config = Config()
     own = {
         "HOROVOD_RANK": "1",
@@ -118,14 +118,14 @@ def test_of_the_environment_common_settings_of_horovod_and_tensorflow_are_compar
     assert changed(facts_of(config), facts_of(config, common)) == sorted(common)
 
 
-def test_versions_are_told() -> None:
+def test_versions_are_compared() -> None:
     facts = facts_of(Config())
     assert facts["Python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert facts["numpy"] == np.__version__
     assert {"ringtrain", "tensorflow", "keras", "horovod", "mpi4py"} <= set(facts)
 
 
-def test_the_kind_of_the_device_is_cores_or_a_gpu_s_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_cores_or_a_gpu_s_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     """A made GPU: there need not be one here."""
     details: dict[str, Any] = {"device_name": "NVIDIA H200", "compute_capability": (9, 0)}
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [])
@@ -142,7 +142,7 @@ def test_this_package_s_files_are_compared_by_digest() -> None:
     assert {"training/loop.py", "workloads/digits.py"} <= set(files)
 
 
-def test_arrays_are_told_apart_by_place_type_and_shape_at_once() -> None:
+def test_arrays_are_compared_by_structure_type_and_shape() -> None:
     x, y = np.zeros((10, 5), np.float32), np.arange(10)
     same = describe_source("train", from_arrays(x, y))
     assert same == {"train": "10 samples (ArraySource)", "train array": ["x float32 [5]", "y int64 []"]}

@@ -52,13 +52,13 @@ def test_evaluations_since_the_best_are_counted() -> None:
     assert counts == [1, 0, 1, 2, 3, 0, 1]
 
 
-def test_an_evaluation_leaves_the_other_counters_alone() -> None:
+def test_an_evaluation_keeps_the_other_counters() -> None:
     progress = Progress(skipped_in_a_row=3)
     progress.note_evaluation(1, 1.0, "min")
     assert (progress.skipped_in_a_row, progress.finished) == (3, None)
 
 
-def test_it_goes_on_from_json_as_if_it_had_never_stopped() -> None:
+def test_progress_resumes_from_json_unchanged() -> None:
     values = [5.0, 0.1, 0.3, math.inf, 0.1, 0.1 / 3]
     whole, parts = Progress(), Progress()
     for step, value in enumerate(values):
@@ -67,7 +67,7 @@ def test_it_goes_on_from_json_as_if_it_had_never_stopped() -> None:
         assert whole == parts
 
 
-def test_places_of_pipelines_are_read_back() -> None:
+def test_states_of_pipelines_are_read_back() -> None:
     progress = Progress(places=[(50, "AAE=", "/data"), (50, "AAI=", "")])
     read = Progress.from_plain(json.loads(json.dumps(asdict(progress)))).places
     assert [tuple(place) for place in read] == progress.places

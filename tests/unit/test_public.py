@@ -38,7 +38,7 @@ def test_the_names_are_those_that_mypy_and_editors_see() -> None:
 
 
 @pytest.mark.parametrize(("name", "home"), SEEN.items())
-def test_each_name_is_what_they_see_and_says_what_it_is(name: str, home: str) -> None:
+def test_each_public_name_is_its_module_s_and_documented(name: str, home: str) -> None:
     found = getattr(ringtrain, name)
     assert found.__doc__
     assert found is getattr(importlib.import_module(home), name)
@@ -49,7 +49,7 @@ def test_there_are_no_other_names() -> None:
         from ringtrain import trian  # type: ignore[attr-defined]  # noqa: F401
 
 
-def test_only_what_computes_starts_tensorflow() -> None:
+def test_only_names_that_compute_import_tensorflow() -> None:
     light = sorted(set(ringtrain.__all__) - STARTS_TENSORFLOW)
     script = f"from ringtrain import {', '.join(light)}\nimport sys\nprint(sorted({HEAVY!r} & set(sys.modules)))"
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

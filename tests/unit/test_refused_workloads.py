@@ -84,7 +84,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("case", METRICS)
-def test_metrics_have_names_of_their_own_and_one_number_for_each_sample(case: str) -> None:
+def test_metrics_have_unique_names_and_one_number_per_sample(case: str) -> None:
     method, message = METRICS[case]
     with pytest.raises(UsageError, match=message):
         job_of(metrics=method)
@@ -165,7 +165,7 @@ def test_a_length_that_is_no_number_is_named(length: Any) -> None:
 
 
 @pytest.mark.parametrize("read", [lambda d: Path(f"{d}/train.npz").read_bytes(), lambda d: d / "train.npz"])
-def test_a_path_made_of_no_data_dir_is_told_as_that(read: Callable[[Any], Any]) -> None:
+def test_a_path_from_a_missing_data_dir_is_reported_as_such(read: Callable[[Any], Any]) -> None:
     with pytest.raises(DataError, match=r"create_sources failed: .* No --data_dir was given, .* Give --data_dir DIR"):
         job_of(create_sources=lambda data_dir, synthetic: read(data_dir))
 
@@ -200,7 +200,7 @@ def test_summaries_of_another_kind_are_named(values: Any, tmp_path: Path) -> Non
         EventFiles(tmp_path, first_step=0).show(values, step=1)
 
 
-def test_a_model_that_trains_by_itself_is_told_that_it_does_not() -> None:
+def test_a_warning_says_that_train_step_is_not_used() -> None:
     class Own(keras.Model):
         def train_step(self, data: Any) -> Any:
             return super().train_step(data)
@@ -246,7 +246,7 @@ def test_a_model_takes_the_samples() -> None:
         job_of(create_model=lambda: dense(NUM_FEATURES - 1))
 
 
-def test_a_model_takes_the_structure_of_what_a_pipeline_gives() -> None:
+def test_a_model_must_take_the_structure_of_the_pipeline() -> None:
     images = from_dataset(tf.data.Dataset.from_tensor_slices(({"image": X}, Y)))
     words = r"takes float32 \[n, 6\], does not take the x of the training samples, \{image: float32 \[n, 6\]\}"
     with pytest.raises(UsageError, match=words):
@@ -262,7 +262,7 @@ def test_an_optimizer_is_one_of_keras() -> None:
         job_of(create_optimizer=lambda learning_rate: "adam")
 
 
-def test_the_best_metric_is_one_that_there_is_also_where_nothing_is_evaluated() -> None:
+def test_best_metric_must_exist_even_without_evaluation() -> None:
     with pytest.raises(UsageError, match="best_metric is 'nonsense'"):
         job_of(Config(steps=1, best_metric="nonsense"), create_sources=sources(ARRAYS, None))
 
@@ -288,17 +288,17 @@ def test_labels_that_the_loss_changes_are_left_to_it() -> None:
     assert not job.step.labels
 
 
-def test_labels_that_augment_changes_are_looked_at_as_it_gives_them() -> None:
+def test_labels_changed_by_augment_are_checked_afterwards() -> None:
     job = job_of(create_sources=sources(from_arrays(X, Y + NUM_CLASSES), None), augment=lambda x, y, keys: (x, y - 3))
     assert job.labels_to_check == job.step.labels != ()
 
 
-def test_labels_in_memory_are_looked_at_once() -> None:
+def test_labels_in_memory_are_checked_once() -> None:
     plain = Workload.augment.__get__(object())
     assert job_of(create_sources=sources(from_arrays(X, Y), None), augment=plain).labels_to_check == ()
 
 
-def test_labels_that_are_not_in_memory_are_looked_at_in_each_batch() -> None:
+def test_labels_not_in_memory_are_checked_in_each_batch() -> None:
     job = job_of()
     [labels] = job.step.labels
     labels.check(np.array([0, 2]), np.array([7, 3]), of="training")
@@ -307,7 +307,7 @@ def test_labels_that_are_not_in_memory_are_looked_at_in_each_batch() -> None:
         labels.check(np.array([0, -1]), np.array([7, 3]), of="training")
 
 
-def test_labels_to_evaluate_on_that_are_not_in_memory_are_looked_at_in_each_batch() -> None:
+def test_evaluation_labels_are_checked_in_each_batch() -> None:
     job = job_of(create_sources=sources(ARRAYS, ARRAYS))
     assert job.eval_step is not None
     wrong = from_arrays(X, np.arange(NUM_SAMPLES) // 5)
@@ -334,7 +334,7 @@ def test_arrays_that_are_no_tensors_are_refused(x: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["horovod.tensorflow.keras", "ringtrain.keras"])
-def test_an_optimizer_that_reduces_is_refused_on_one_process_as_well(package: str) -> None:
+def test_a_distributed_optimizer_is_refused_on_one_process_too(package: str) -> None:
     def create_optimizer(learning_rate: float) -> Any:
         return importlib.import_module(package).DistributedOptimizer(keras.optimizers.Adam(learning_rate))
 

@@ -47,7 +47,7 @@ def test_signs_that_flip_together_do_not_cancel(dtype: str) -> None:
         assert hash_bits(changed) != before
 
 
-def test_the_hash_depends_on_places() -> None:
+def test_the_hash_depends_on_positions() -> None:
     values = np.arange(5 * WORDS_PER_BLOCK, dtype=np.float64)
     blocks = values.reshape(5, -1)
     assert (
@@ -75,7 +75,7 @@ def test_the_hash_is_that_of_the_definition() -> None:
     assert hash_bits(values) == expected
 
 
-def test_a_variable_is_hashed_where_it_lies_whatever_its_layout() -> None:
+def test_the_hash_of_a_variable_is_independent_of_its_layout() -> None:
     values = np.arange(12.0).reshape(3, 4)
     variable = keras.Variable(values, dtype="float64")
     assert hash_bits(np.asarray(tf.convert_to_tensor(variable.value))) == hash_bits(values)
@@ -102,7 +102,7 @@ def test_several_odd_ranks_are_named_and_many_variables_counted() -> None:
     assert drift == "rank 1 on a and rank 2 on b differ from ranks 0, 3-5 in v0, v1, v2 and 7 more variables"
 
 
-def test_variables_in_which_other_ranks_differ_are_told_apart() -> None:
+def test_drifted_variables_are_listed_for_each_rank() -> None:
     hashes = [[0, 0], [1, 0], [0, 1], [0, 0]]
     assert describe_drift(["x", "y"], hashes, NODES) == (
         "rank 1 on a differs from ranks 0, 2, 3 in x; rank 2 on b differs from ranks 0, 1, 3 in y"

@@ -144,7 +144,7 @@ def test_without_out_the_workload_names_the_directory(
     assert (tmp_path / "runs" / name).is_dir()
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_so(config: Config) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_again(config: Config) -> None:
     opened = open_quietly(config)
     opened.directory.write_event("start", step=0)
     for step in (1, 2):
@@ -158,7 +158,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_says_so(config
     opened.directory.close()
 
 
-def test_where_nothing_was_saved_other_settings_contradict_nothing(config: Config) -> None:
+def test_without_a_checkpoint_other_settings_are_accepted(config: Config) -> None:
     """Such as after a first try that ended with an error."""
     open_quietly(config).directory.close()
     said: list[str] = []
@@ -171,7 +171,7 @@ def test_where_nothing_was_saved_other_settings_contradict_nothing(config: Confi
 # --- A run that goes on ---
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(config: Config) -> None:
+def test_a_run_resumes_from_its_latest_checkpoint(config: Config) -> None:
     run = make_run(config, [2, 4])
     opened = open_quietly(config)
     progress = asdict(Progress(best=1 / 4, best_step=4, evaluated_step=4))
@@ -190,7 +190,7 @@ def test_steps_after_the_checkpoint_are_forgotten(config: Config) -> None:
     assert [event for event, _ in read_events(run)].count("end") == 1
 
 
-def test_what_a_killed_process_left_is_cleared_up(config: Config) -> None:
+def test_leftovers_of_a_killed_process_are_removed(config: Config) -> None:
     run = make_run(config, [2, 4])
     root = run / "checkpoints"
     (root / ".writing-step-000000006").mkdir()
@@ -208,7 +208,7 @@ def test_must_takes_a_run_with_a_checkpoint(config: Config) -> None:
     opened.directory.close()
 
 
-def test_must_without_a_run_is_refused_and_nothing_is_made(config: Config, tmp_path: Path) -> None:
+def test_must_without_a_run_is_refused_and_writes_nothing(config: Config, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"resume is 'must', but '.*/run' holds no run.*--out"):
         open_run(replace(config, resume="must"), print_line=print)
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +222,7 @@ def test_must_without_a_checkpoint_is_refused(config: Config) -> None:
     assert read_files(run) == before
 
 
-def test_never_starts_anew_beside_the_run(config: Config, tmp_path: Path) -> None:
+def test_never_starts_a_new_run_next_to_the_old_one(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2])
     before = read_files(run)
     for number in (2, 3):
@@ -236,7 +236,7 @@ def test_never_starts_anew_beside_the_run(config: Config, tmp_path: Path) -> Non
 # --- Other settings ---
 
 
-def test_another_setting_is_refused_with_both_values_and_nothing_is_changed(config: Config) -> None:
+def test_another_setting_is_refused_with_both_values(config: Config) -> None:
     run = make_run(config, [2])
     before = read_files(run)
     other = replace(config, seed=7, precision="float64", optimizer=OptimizerConfig(lr=0.5), log_every=1)
@@ -285,7 +285,7 @@ def test_a_workload_s_options_are_refused_when_they_change() -> None:
         refuse_other_settings(Path("run"), former, to_plain(asdict(Config(options={"width": 32, "depth": 2}))))
 
 
-def test_a_setting_that_an_older_version_did_not_have_counts_as_its_default() -> None:
+def test_a_setting_missing_in_an_older_run_has_its_default() -> None:
     former = to_plain(asdict(Config(epochs=2)))
     del former["precision"], former["optimizer"]["ema"]
     refuse_other_settings(Path("run"), former, to_plain(asdict(Config(epochs=2))))
@@ -308,7 +308,7 @@ def test_a_run_may_be_longer_than_planned(config: Config, length: dict[str, Any]
     opened.directory.close()
 
 
-def test_a_run_whose_learning_rate_follows_its_length_may_not_be_longer(config: Config) -> None:
+def test_a_run_with_a_cosine_schedule_cannot_be_extended(config: Config) -> None:
     cosine = replace(config, optimizer=OptimizerConfig(schedule="cosine"))
     make_run(cosine, [2])
     with pytest.raises(UsageError, match=r"settings: epochs 2 -> 5\."):
@@ -317,7 +317,7 @@ def test_a_run_whose_learning_rate_follows_its_length_may_not_be_longer(config: 
 
 
 @pytest.mark.parametrize("content", [b"", b"optimizer: [", b"workload: digits\n", b"\xff\xfe"])
-def test_a_damaged_configuration_is_refused_and_nothing_is_changed(config: Config, content: bytes) -> None:
+def test_a_run_with_a_damaged_configuration_is_refused_unchanged(config: Config, content: bytes) -> None:
     run = make_run(config, [2])
     (run / CONFIG_FILE).write_bytes(content)
     before = read_files(run)
@@ -329,7 +329,7 @@ def test_a_damaged_configuration_is_refused_and_nothing_is_changed(config: Confi
 # --- Damaged checkpoints ---
 
 
-def test_where_the_newest_is_damaged_the_one_before_is_taken(config: Config) -> None:
+def test_if_the_newest_is_damaged_the_one_before_is_used(config: Config) -> None:
     run = make_run(config, [2, 4, 6])
     damaged = {step: (damage(run, step) / VARIABLES_FILE).read_bytes() for step in (4, 6)}
     said: list[str] = []
@@ -349,7 +349,7 @@ def test_where_the_newest_is_damaged_the_one_before_is_taken(config: Config) -> 
     assert len(said) == 4
 
 
-def test_where_all_are_damaged_the_run_is_refused_and_nothing_is_changed(config: Config) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused(config: Config) -> None:
     run = make_run(config, [2, 4])
     for step in (2, 4):
         damage(run, step)
@@ -361,7 +361,7 @@ def test_where_all_are_damaged_the_run_is_refused_and_nothing_is_changed(config:
     assert read_files(run) == before
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused_and_nothing_is_changed(config: Config) -> None:
+def test_a_checkpoint_of_a_newer_version_is_refused_unchanged(config: Config) -> None:
     run = make_run(config, [2, 4])
     manifest = run / "checkpoints" / step_name(4) / MANIFEST_FILE
     manifest.write_text('{"content": {"format": 99}, "sha256": ""}')
@@ -386,7 +386,7 @@ def test_a_finished_run_is_complete_and_nothing_is_rewritten(config: Config, fin
         assert read_files(run) == before
 
 
-def test_a_finished_run_that_is_to_be_longer_goes_on(config: Config) -> None:
+def test_a_finished_run_can_be_extended(config: Config) -> None:
     make_run(config, [2, 4], "completed")
     for _ in range(2):  # the first is killed before it saves anything
         opened = open_quietly(replace(config, epochs=5))
@@ -414,7 +414,7 @@ def test_a_finished_run_whose_end_is_damaged_is_not_complete(config: Config) -> 
         ("completed", {"epochs": None, "steps": 50}, False),
     ],
 )
-def test_finished_is_what_ended_at_this_length(
+def test_a_run_is_finished_only_at_its_configured_length(
     config: Config, finished: str | None, change: dict[str, Any], expected: bool
 ) -> None:
     run = {"config": to_plain(asdict(config))}
@@ -425,7 +425,7 @@ def test_finished_is_what_ended_at_this_length(
 # --- One writer ---
 
 
-def test_a_run_that_another_process_writes_is_refused_and_left_alone(config: Config) -> None:
+def test_a_run_written_by_another_process_is_refused_unchanged(config: Config) -> None:
     run = make_run(config, [2])
     (run / "checkpoints/.writing-step-000000004").mkdir()
     (run / "checkpoints/.writing-step-000000004" / VARIABLES_FILE).write_bytes(b"half")
@@ -471,7 +471,7 @@ def test_a_run_that_is_refused_is_let_go_of(config: Config, spoil: Callable[[Con
         assert f"process {os.getpid()}" not in str(raised.value)
 
 
-def test_a_run_that_was_begun_beside_another_names_itself_to_go_on() -> None:
+def test_a_numbered_run_gives_its_path_for_resuming() -> None:
     run = Path("runs/digits-2")
     assert describe_way_on(Config(), run) == "The same command resumes from there."
     assert describe_way_on(Config(resume="never"), run) == (

@@ -45,28 +45,28 @@ def read_events(run: Path) -> list[dict[str, Any]]:
 # --- Where a run is to be ---
 
 
-def test_a_run_that_starts_anew_gets_a_number_where_the_directory_is_taken(tmp_path: Path) -> None:
+def test_a_new_run_gets_a_number_if_the_directory_is_taken(tmp_path: Path) -> None:
     made = [create_run_directory(tmp_path / "runs/digits", is_anew=True).name for _ in range(3)]
     assert made == ["digits", "digits-2", "digits-3"]
 
 
-def test_nobody_is_told_to_remove_what_is_no_directory() -> None:
+def test_no_message_suggests_removing_a_non_directory() -> None:
     with pytest.raises(UsageError, match=r"^out is '/dev/null', which is no directory\. Give another with --out\.$"):
         create_run_directory(Path("/dev/null"))
 
 
-def test_nobody_is_told_to_remove_checkpoints(tmp_path: Path) -> None:
+def test_no_message_suggests_removing_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UsageError, match=r"has checkpoints, but no config\.yaml: half a run\. Bring the file back"):
         create_run_directory(tmp_path)
 
 
-def test_an_empty_directory_is_someone_else_s_that_is_about_to_write_for_a_run_that_starts_anew(tmp_path: Path) -> None:
+def test_a_new_run_leaves_an_empty_directory_to_its_owner(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
     assert create_run_directory(tmp_path / "digits", is_anew=True).name == "digits-2"
 
 
-def test_a_run_that_starts_anew_goes_beside_whatever_is_there(tmp_path: Path) -> None:
+def test_a_new_run_avoids_all_existing_paths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/x").touch()
     (tmp_path / "a-2").touch()
@@ -96,7 +96,7 @@ def test_the_end_is_the_last_event_of_a_run(tmp_path: Path) -> None:
     assert [json.loads(line)["event"] for line in lines] == ["warning", "end"]
 
 
-def test_a_run_that_ended_before_it_wrote_anything_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_run_that_wrote_nothing_does_not_block_a_new_one(tmp_path: Path) -> None:
     RunDirectory(create_run_directory(tmp_path / "a")).close()
     (tmp_path / "a/.lease").mkdir()
     assert create_run_directory(tmp_path / "a") == tmp_path / "a"
@@ -110,7 +110,7 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_run_whose_configuration_is_gone_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_its_configuration_is_refused(tmp_path: Path) -> None:
     run = RunDirectory(create_run_directory(tmp_path / "a"))
     run.write_event("start")
     run.close()
@@ -125,19 +125,19 @@ def test_the_current_directory_may_be_a_run_s(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("is_anew", [True, False])
-def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path, is_anew: bool) -> None:
+def test_a_path_that_cannot_be_created_is_named(tmp_path: Path, is_anew: bool) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"file/run.*cannot be made: .*--out"):
         create_run_directory(tmp_path / "file/run", is_anew=is_anew)
 
 
-def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file"):
         create_run_directory(tmp_path / "file")
 
 
-def test_runs_that_start_anew_together_never_share_a_directory(tmp_path: Path) -> None:
+def test_runs_started_together_never_share_a_directory(tmp_path: Path) -> None:
     start = threading.Barrier(8)
     made: list[Path] = []
 
@@ -235,7 +235,7 @@ def test_events_from_several_threads_are_whole_lines(tmp_path: Path) -> None:
         assert numbers == list(range(100))
 
 
-def test_who_may_not_write_any_more_writes_nothing(tmp_path: Path) -> None:
+def test_a_run_that_lost_its_lease_writes_nothing(tmp_path: Path) -> None:
     may_write = True
 
     def check() -> None:
@@ -280,7 +280,7 @@ def write_a_history(run: RunDirectory) -> None:
     run.write_event("end", step=6, status="preempted")
 
 
-def test_what_is_trained_again_is_forgotten_and_starts_and_ends_stay(tmp_path: Path) -> None:
+def test_only_events_of_repeated_steps_are_removed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     write_a_history(run)
     before = read_events(tmp_path)
@@ -350,9 +350,7 @@ def test_every_cut_of_the_file_is_mended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "kept"), [("", []), ('{"event": "train"}\n', ["train"]), ('{"event": "tr', [])])
-def test_another_rank_writes_the_end_of_a_run_on_a_line_of_its_own(
-    tmp_path: Path, before: str, kept: list[str]
-) -> None:
+def test_another_rank_writes_the_end_of_a_run_on_a_new_line(tmp_path: Path, before: str, kept: list[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text(before)
     append_event(tmp_path, "end", exit_code=6)
     *first, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -360,13 +358,13 @@ def test_another_rank_writes_the_end_of_a_run_on_a_line_of_its_own(
     assert [json.loads(line)["event"] for line in first if line.endswith("}")] == kept
 
 
-def test_where_there_is_no_run_none_is_ended(tmp_path: Path) -> None:
+def test_no_end_is_written_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         append_event(tmp_path, "end", exit_code=6)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_log_that_is_too_large_to_go_on_is_to_be_moved_away(tmp_path: Path) -> None:
+def test_a_log_too_large_to_resume_gives_a_remedy(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     os.truncate(tmp_path / METRICS_FILE, MAX_METRICS_BYTES + 1)
     words = r"'metrics.jsonl' has more than 4,294,967,296 bytes\. Move that file out of it, and start the same command"

@@ -32,7 +32,7 @@ def test_warm_up_rises_linearly_from_the_unscaled_rate() -> None:
     assert [warm(n * EPOCH // 2) for n in (0, 1, 2, 4, 6)] == pytest.approx([0.1, 0.175, 0.25, 0.4, 0.4])
 
 
-def test_warm_up_without_scaling_rises_from_nothing() -> None:
+def test_warm_up_without_scaling_rises_from_zero() -> None:
     warm = rate(warmup_epochs=2.0)
     assert [warm(n * EPOCH) for n in (0, 1, 2, 3)] == pytest.approx([0.0, 0.05, 0.1, 0.1])
 
@@ -43,7 +43,7 @@ def test_exponential_decay_is_a_staircase_of_epochs() -> None:
     assert [stairs(n) for n in samples] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
 
 
-def test_cosine_ends_at_nothing_with_the_run() -> None:
+def test_cosine_reaches_zero_at_the_end_of_the_run() -> None:
     cosine = rate(schedule="cosine")
     assert [cosine(n * EPOCH) for n in (0, 5, 10, 11)] == pytest.approx([0.1, 0.05, 0.0, 0.0], abs=1e-15)
     assert cosine(5 * EPOCH // 2) == pytest.approx(0.05 * (1 + math.cos(math.pi / 4)))

@@ -95,7 +95,7 @@ def make_strangers_run(directory: Path, workload: object) -> Path:
 
 @pytest.mark.parametrize("command", ["eval", "export"])
 @pytest.mark.parametrize("spec", ["{file}", "{file}:Mine", "code_of_a_stranger:Mine"])
-def test_the_code_that_a_run_directory_names_is_run_once_the_user_names_it(
+def test_code_named_in_a_run_directory_runs_only_on_request(
     command: str, spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     witness, file = tmp_path / "witness", tmp_path / "code_of_a_stranger.py"
@@ -137,7 +137,7 @@ def test_a_saved_model_cannot_run_code(tmp_path: Path, ending: str) -> None:
         load_model(path)
 
 
-def test_neither_a_lock_nor_a_partial_download_follows_a_link(tmp_path: Path) -> None:
+def test_locks_and_partial_downloads_follow_no_links(tmp_path: Path) -> None:
     other = tmp_path / "of another user"
     other.write_bytes(b"precious")
     lock = tmp_path / ".lock"

@@ -90,7 +90,7 @@ def test_a_lock_holds_every_direct_dependency_in_its_range(lock: str, python: st
 
 
 @pytest.mark.parametrize("python", PYTHONS["requirements.lock"])
-def test_the_lock_of_the_site_holds_what_builds_it(python: str) -> None:
+def test_the_docs_lock_contains_the_docs_dependencies(python: str) -> None:
     for requirement in map(Requirement, PYPROJECT["dependency-groups"]["docs"]):
         assert locked_version(requirement.name, python, DOCS_LOCK) in requirement.specifier
 
@@ -103,7 +103,7 @@ def test_the_locks_span_the_range_of_tensorflow() -> None:
     assert PROJECT["requires-python"] == ">=3.10,<3.14"
 
 
-def test_the_lock_for_gpus_adds_nvidias_packages_to_the_same_versions() -> None:
+def test_the_gpu_lock_adds_only_nvidia_packages() -> None:
     ours, gpu = (entries_of(LOCKS[name]) for name in ("requirements.lock", "requirements-gpu.lock"))
     assert ours < gpu
     added = {entry.partition("==")[0] for entry in gpu - ours}
@@ -117,7 +117,7 @@ def entries_of(lock: str) -> set[str]:
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_every_line_of_a_lock_is_an_exact_version_a_hash_or_a_comment(lock: str) -> None:
+def test_lock_lines_are_exact_versions_hashes_or_comments(lock: str) -> None:
     entries = ENTRY.findall(LOCKS[lock])
     lines = [line for line in LOCKS[lock].splitlines() if not line.lstrip().startswith("#")]
     num_hashes = sum(hashes.count("--hash=sha256:") for _, hashes in entries)
@@ -130,7 +130,7 @@ def test_a_lock_holds_no_address(lock: str) -> None:
     assert not re.search(r"://|\b(index-url|find-links)\b| @ |file:", LOCKS[lock])
 
 
-def test_the_compiled_horovod_fits_the_tensorflow_that_is_installed() -> None:
+def test_the_compiled_horovod_fits_the_installed_tensorflow() -> None:
     """It was compiled against this very version, and what it leaves undefined TensorFlow has."""
     import horovod
     import horovod.tensorflow  # the linker's verdict
@@ -202,14 +202,14 @@ def write_command(path: Path, shell: str) -> None:
     path.chmod(0o755)
 
 
-def test_setup_without_root_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:
+def test_setup_without_root_names_missing_packages_in_one_line(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without={"g++", "mpicc", "mpirun"})
     assert done.returncode == 1
     packages = "g++ openmpi-bin libopenmpi-dev"
     assert done.stderr == f"set-up: missing, and only root can install it: sudo apt-get install {packages}\n"
 
 
-def test_setup_without_apt_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:
+def test_setup_without_apt_names_missing_packages_in_one_line(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without={"g++", "apt-get"})
     assert done.returncode == 1
     assert done.stderr.startswith("set-up: missing: install what this system calls g++")
@@ -233,9 +233,7 @@ def test_setup_refuses_an_unsuitable_python(tmp_path: Path) -> None:
         ("2.18", "1", "TENSORFLOW=2.18 with GPU=1; Horovod with NCCL is compiled for 2.21 only"),
     ],
 )
-def test_setup_refuses_a_tensorflow_that_it_has_no_lock_for(
-    tmp_path: Path, tensorflow: str, gpu: str, message: str
-) -> None:
+def test_setup_refuses_a_tensorflow_without_a_lock(tmp_path: Path, tensorflow: str, gpu: str, message: str) -> None:
     done = run_setup(tmp_path, without=set(), tensorflow=tensorflow, gpu=gpu)
     assert (done.returncode, done.stderr) == (1, f"set-up: {message}\n")
 
@@ -256,7 +254,7 @@ def test_setup_refuses_a_tensorflow_that_it_has_no_lock_for(
         ("", "", "gpus", "requirements-gpu.lock"),
     ],
 )
-def test_setup_takes_the_lock_that_was_asked_for_and_stays_with_it(
+def test_setup_uses_the_requested_lock_and_keeps_it(
     tmp_path: Path, tensorflow: str, gpu: str, made_with: str, lock: str
 ) -> None:
     unsuitable = tmp_path / "python3.99"
@@ -281,7 +279,7 @@ esac"""
 
 
 @pytest.mark.parametrize("gpu", ["535.104, 8.0", "580.65, 7.0"])
-def test_setup_for_gpus_refuses_what_the_compiler_that_it_fetches_cannot_serve(tmp_path: Path, gpu: str) -> None:
+def test_gpu_setup_refuses_gpus_unsupported_by_its_compiler(tmp_path: Path, gpu: str) -> None:
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     shutil.copytree(ROOT / NATIVE, tmp_path / NATIVE)
     for name in ("pyproject.toml", "requirements-gpu.lock"):
@@ -304,7 +302,7 @@ def test_setup_for_gpus_refuses_what_the_compiler_that_it_fetches_cannot_serve(t
     assert "Load the site's module of CUDA 12 (module load cuda)" in last
 
 
-def test_setup_refuses_a_gpu_that_is_neither_on_nor_off(tmp_path: Path) -> None:
+def test_setup_refuses_a_gpu_value_other_than_0_or_1(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without=set(), gpu="yes")
     assert (done.returncode, done.stderr) == (
         1,
@@ -312,14 +310,14 @@ def test_setup_refuses_a_gpu_that_is_neither_on_nor_off(tmp_path: Path) -> None:
     )
 
 
-def test_setup_of_the_tests_names_the_missing_packages_in_one_line(tmp_path: Path) -> None:
+def test_setup_tests_names_missing_packages_in_one_line(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without=set(), script="setup-tests")
     assert done.returncode == 1
     packages = "slurm-wlm munge iproute2 shellcheck chromium"
     assert done.stderr == f"set-up: missing, and only root can install it: sudo apt-get install {packages}\n"
 
 
-def test_only_the_targets_that_run_tests_install_what_tests_need() -> None:
+def test_only_test_targets_install_test_dependencies() -> None:
     makefile = (ROOT / "Makefile").read_text()
     needs = dict(re.findall(r"^([a-z][a-z-]*):(?!=) *([a-z-]*) *##", makefile, flags=re.MULTILINE))
     assert {target for target, need in needs.items() if need == "setup-tests"} == {"test", "test-all", "test-faults"}
@@ -335,7 +333,7 @@ def outdated(*packages: tuple[str, str, str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_newer_releases_are_named_with_what_is_to_be_done() -> None:
+def test_newer_releases_are_named_with_a_remedy() -> None:
     _, *lines = outdated(
         ("tensorflow", "2.20.0", "2.21.0"), ("tensorflow", "2.21.0", "2.99.0"), ("numpy", "2.4.0", "99.0"),
         ("PyYAML", "6.0", "6.99"), ("h5py", "3.14.0", "3.16.0"),
@@ -348,7 +346,7 @@ def test_newer_releases_are_named_with_what_is_to_be_done() -> None:
     ]
 
 
-def test_nothing_newer_is_said_in_one_line() -> None:
+def test_no_newer_release_gives_one_line() -> None:
     assert outdated(("h5py", "3.14.0", "3.16.0")) == [
         "Of every direct dependency the newest release is installed, and the tests run with it."
     ]
@@ -367,7 +365,7 @@ def without_daemons(policy: Path, command: str) -> subprocess.CompletedProcess[b
 
 
 @pytest.mark.parametrize("ending", ["exit 0", "exit 7", "kill -INT 0", "kill -TERM 0"])
-def test_no_daemon_starts_while_packages_are_installed_and_no_policy_stays(tmp_path: Path, ending: str) -> None:
+def test_no_daemon_starts_during_package_installation(tmp_path: Path, ending: str) -> None:
     policy, answer = tmp_path / "policy-rc.d", tmp_path / "answer"
     installer = tmp_path / "apt-get"
     write_command(installer, f"{policy} munge start; echo $? >{answer}; {ending}")

@@ -12,7 +12,7 @@ sizes = st.integers(1, 9)
 
 
 @given(lengths_of_tensors, sizes)
-def test_each_value_is_one_rank_s_and_the_ranks_follow_each_other(lengths: list[int], size: int) -> None:
+def test_each_value_belongs_to_one_rank_in_rank_order(lengths: list[int], size: int) -> None:
     pieces = plan_pieces(lengths, size)
     assert [len(of_rank) for of_rank in pieces] == size * [len(lengths)]
     for tensor, length in enumerate(lengths):
@@ -23,7 +23,7 @@ def test_each_value_is_one_rank_s_and_the_ranks_follow_each_other(lengths: list[
 
 
 @given(lengths_of_tensors, sizes)
-def test_all_have_as_much_and_a_tensor_is_cut_where_a_line_begins(lengths: list[int], size: int) -> None:
+def test_shards_are_equal_and_cut_at_cache_lines(lengths: list[int], size: int) -> None:
     for of_rank in plan_pieces(lengths, size):
         assert abs(sum(piece.length for piece in of_rank) - sum(lengths) / size) <= ALIGNED + 1
         for piece, length in zip(of_rank, lengths, strict=True):

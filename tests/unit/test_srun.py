@@ -43,7 +43,7 @@ def test_pmix_comes_before_pmi2_and_horovodrun_last(listing: str, chosen: str) -
     assert choose_mpi(listing) == chosen
 
 
-def test_a_site_without_pmix_and_pmi2_is_told_of_horovodrun() -> None:
+def test_a_site_without_pmix_or_pmi2_uses_horovodrun() -> None:
     said: list[str] = []
     assert find_mpi(said.append, lambda: "MPI plugin types are...\n\tnone\n") == "horovodrun"
     assert "ssh" in said[0]
@@ -51,14 +51,14 @@ def test_a_site_without_pmix_and_pmi2_is_told_of_horovodrun() -> None:
     assert len(said) == 1
 
 
-def test_where_srun_cannot_be_asked_pmix_is_taken_and_said() -> None:
+def test_without_an_answer_of_srun_pmix_is_used_and_reported() -> None:
     said: list[str] = []
     assert find_mpi(said.append, lambda: None) == "pmix"
     assert "--mpi" in said[0]
 
 
 @pytest.mark.parametrize("script", [None, "exit 1", "echo pmix >&2; exit 1"])
-def test_an_srun_that_is_not_there_or_fails_says_nothing(
+def test_a_missing_or_failing_srun_gives_no_answer(
     script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if script is not None:

@@ -19,7 +19,7 @@ for _ in range(2):
 """
 
 
-def test_the_garbage_collector_skips_what_the_import_of_tensorflow_creates(tmp_path: Path) -> None:
+def test_the_garbage_collector_skips_objects_of_tensorflow(tmp_path: Path) -> None:
     (tmp_path / "tensorflow.py").write_text("objects = [[] for _ in range(1000)]\n")
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SCRIPT}"]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)

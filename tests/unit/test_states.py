@@ -97,7 +97,7 @@ REPORTS = {
 
 
 @pytest.mark.parametrize(("states", "report"), REPORTS.values(), ids=REPORTS.keys())
-def test_a_hang_is_told_by_who_is_where_and_who_waits(states: dict[int, RankState], report: str) -> None:
+def test_a_hang_report_names_blocked_and_waiting_ranks(states: dict[int, RankState], report: str) -> None:
     assert find_hang(states, NODES, sees_all=True) == report
 
 
@@ -120,7 +120,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("states", HEALTHY.values(), ids=HEALTHY.keys())
-def test_what_moves_or_has_time_left_does_not_hang(states: dict[int, RankState]) -> None:
+def test_progress_or_remaining_time_is_no_hang(states: dict[int, RankState]) -> None:
     assert find_hang(states, NODES, sees_all=True) is None
 
 
@@ -134,7 +134,7 @@ def test_a_long_wait_is_reported_with_its_end() -> None:
     assert find_long_wait({**states, 2: stands(still=1.0)}, NODES, 15.0) is None
 
 
-def test_another_rank_than_the_first_judges_only_where_the_first_is_missing() -> None:
+def test_other_ranks_judge_only_if_rank_0_is_silent() -> None:
     mine = stands(still=50.0)
     assert find_hang({0: stands(still=50.0), 2: mine}, NODES, sees_all=False) is None
     assert find_hang({2: mine}, NODES, sees_all=False) is None
@@ -163,13 +163,13 @@ def test_a_state_travels_as_json() -> None:
         {"doing": "STEP", "step": "x", "still": 0, "limit": 1, "max_silence": 1, "where": ""},
     ],
 )
-def test_what_is_no_state_is_refused(message: dict[str, object]) -> None:
+def test_an_invalid_state_is_refused(message: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         read_state(message)
 
 
 @pytest.mark.parametrize("doing", list(Phase))
-def test_every_activity_can_be_said_of_one_and_of_many(doing: Phase) -> None:
+def test_every_phase_has_a_singular_and_a_plural_form(doing: Phase) -> None:
     note = Note(doing, 7)
     assert "{" not in note.words + note.words_of_one + (note.place or "")
     verb = note.words.split()[0]

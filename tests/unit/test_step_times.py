@@ -34,14 +34,14 @@ def test_the_parts_of_a_step_add_up_to_its_time() -> None:
     assert totals["input_sec"] >= 0.1
 
 
-def test_a_device_that_works_on_its_own_tells_no_parts_but_the_wait_for_data() -> None:
+def test_an_asynchronous_device_times_only_the_wait_for_data() -> None:
     times = StepTimes(times_communication=False)
     with times.computing():
         pass
     assert times.take(1, sec_per_step=2.0) == {"input_sec": 0.0, "other_sec": 2.0}
 
 
-def test_an_error_of_the_input_is_the_input_s_own() -> None:
+def test_an_input_error_is_raised_unchanged() -> None:
     def broken() -> Iterator[int]:
         yield 1
         raise OSError("gone")

@@ -119,7 +119,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("is_computing", [False, True])
-def test_before_the_first_step_a_request_ends_the_process_at_once(
+def test_a_request_before_the_first_step_exits_at_once(
     process: Process, number: signal.Signals, is_computing: bool
 ) -> None:
     process.tell("thread")
@@ -155,7 +155,7 @@ print(requests.reason, signal.getsignal(signal.SIGHUP).name)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "None SIG_IGN\n", "")
 
 
-def test_a_process_whose_last_words_fail_still_ends(tmp_path: Path) -> None:
+def test_a_process_exits_even_if_its_last_message_fails(tmp_path: Path) -> None:
     script = """
 import signal
 from ringtrain.runtime.stopping import StopRequests
@@ -176,7 +176,7 @@ with StopRequests() as requests:
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("is_computing", [False, True])
-def test_in_training_a_request_only_sets_the_flag_and_is_announced_once(
+def test_in_training_a_request_sets_a_flag_and_is_logged_once(
     process: Process, number: signal.Signals, is_computing: bool
 ) -> None:
     process.tell("thread")
@@ -254,7 +254,7 @@ def test_without_a_run_directory_no_file_is_looked_for(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_threads_that_the_command_line_s_imports_started_do_not_take_the_signals(number: signal.Signals) -> None:
+def test_threads_started_by_imports_do_not_take_signals(number: signal.Signals) -> None:
     script = """
 import os, sys, threading
 import ringtrain.cli
@@ -319,14 +319,14 @@ def test_signals_that_were_blocked_before_stay_so() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_afterwards_a_signal_does_what_it_did_before(process: Process, number: signal.Signals) -> None:
+def test_signal_handlers_are_restored_afterwards(process: Process, number: signal.Signals) -> None:
     process.tell("train")
     assert process.tell("leave") == "outside"
     process.popen.send_signal(number)
     assert process.popen.wait(20) == -number
 
 
-def test_an_announcement_that_fails_leaves_the_request_and_the_way_out(tmp_path: Path) -> None:
+def test_a_failed_announcement_does_not_lose_the_request(tmp_path: Path) -> None:
     script = """
 import os, signal, threading
 from ringtrain.runtime.stopping import StopRequests
@@ -344,7 +344,7 @@ with StopRequests() as requests:
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "SIGTERM True\n", "")
 
 
-def test_a_child_that_is_told_to_stop_does_not_stop_the_run() -> None:
+def test_a_signal_to_a_child_does_not_stop_the_run() -> None:
     script = """
 import multiprocessing, signal, time
 from ringtrain.runtime.stopping import StopRequests
@@ -363,7 +363,7 @@ with StopRequests() as requests:
 
 
 @pytest.mark.parametrize("kind", ["directory", "link to nowhere"])
-def test_what_is_no_file_is_no_request_and_is_left_alone(tmp_path: Path, kind: str) -> None:
+def test_a_stop_path_that_is_no_file_is_ignored(tmp_path: Path, kind: str) -> None:
     """``mkdir stop`` ended a run after its save with a traceback, and each one after it at once."""
     stop = tmp_path / STOP_FILE
     if kind == "directory":

@@ -49,7 +49,7 @@ def look(stragglers: Stragglers, counts: dict[int, tuple[int, int]], shares: dic
 SLOW, EVEN = {0: 0.3, 1: 1.0}, {0: 0.3, 1: 0.3}
 
 
-def test_a_straggler_is_told_once_after_two_windows() -> None:
+def test_a_straggler_is_reported_once_after_two_windows() -> None:
     stragglers, counts = Stragglers(), dict[int, tuple[int, int]]()
     assert look(stragglers, counts, SLOW, 2 * LOOKS_PER_WINDOW) == []
     assert look(stragglers, counts, SLOW, 5 * LOOKS_PER_WINDOW) == [1]
@@ -62,7 +62,7 @@ def test_a_burst_is_no_straggler() -> None:
         assert look(stragglers, counts, EVEN, 2 * LOOKS_PER_WINDOW) == []
 
 
-def test_what_is_no_training_begins_a_new_window() -> None:
+def test_other_phases_start_a_new_window() -> None:
     stragglers, counts = Stragglers(), dict[int, tuple[int, int]]()
     for _ in range(5):
         assert look(stragglers, counts, SLOW, LOOKS_PER_WINDOW - 1) == []
@@ -94,7 +94,7 @@ def sum_up(ended: threading.Event) -> None:
         sum(range(100_000))
 
 
-def test_a_process_that_works_is_seen_at_work_and_one_that_waits_is_not() -> None:
+def test_only_a_process_that_computes_counts_as_busy() -> None:
     looks, former = Looks(), list_threads()
     looks.leave_out(former)  # pytest's, and TensorFlow's of other tests
     with thread_that(lambda ended: ended.wait()):

@@ -40,7 +40,7 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
-def test_memory_that_is_used_again_for_each_batch_is_not_what_is_trained() -> None:
+def test_batches_in_reused_memory_are_copied() -> None:
     def generate(rank: int, size: int) -> Iterator[Any]:
         x, y = aligned((SAMPLES, 100), np.float32), aligned((SAMPLES,), np.int64)
         for step in range(STEPS):
@@ -55,9 +55,7 @@ def test_memory_that_is_used_again_for_each_batch_is_not_what_is_trained() -> No
 
 
 @pytest.mark.parametrize("cores", [{0}, {0, 1}])
-def test_on_one_core_a_pipeline_has_no_tuner_unless_it_asks_for_it(
-    cores: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autotuning_is_off_on_one_core_unless_requested(cores: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores)
     plain, options = tf.data.Dataset.range(3), tf.data.Options()
     assert without_tuner(plain).options().autotune.enabled is (None if len(cores) > 1 else False)
@@ -105,7 +103,7 @@ def test_the_keys_of_a_dict_are_of_its_structure(other: str) -> None:
     assert "each batch must have the first one's structure" in str(explain(caught.value, 1))
 
 
-def test_numbers_of_another_byte_order_and_texts_of_any_alphabet_are_read() -> None:
+def test_other_byte_orders_and_unicode_text_are_read() -> None:
     pair = (np.array([1.5, -2], ">f4"), np.array(["gr\u00f6\u00dfe", "\u91cf"]))
     (batch,) = read(from_generator(lambda rank, size: iter([pair])))[0]
     assert batch.x.numpy().tolist() == [1.5, -2]
@@ -153,7 +151,7 @@ def test_a_sample_that_takes_long_alone_wakes_no_other_thread(monkeypatch: pytes
     assert not any(name.startswith("samples") for name in threads)
 
 
-def test_samples_that_were_slow_once_are_read_without_threads_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_that_become_fast_are_read_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     class Cold:
         def __len__(self) -> int:
             return 8
@@ -177,7 +175,7 @@ def test_samples_that_were_slow_once_are_read_without_threads_later(monkeypatch:
     assert not any(name.startswith("samples") for name in threads)
 
 
-def test_samples_that_come_in_the_same_memory_and_those_of_objects_are_taken_over() -> None:
+def test_samples_in_reused_memory_and_of_objects_are_copied() -> None:
     class Same:
         def __init__(self) -> None:
             self._x = np.zeros(3)
@@ -220,7 +218,7 @@ def test_a_ragged_list_is_refused() -> None:
     assert "rank 0 was fed a list in step 2 that makes no array" in str(explain(caught.value, 1))
 
 
-def test_a_state_of_another_pipeline_is_told_and_left_out_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_of_another_pipeline_is_ignored_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     samples = tf.data.Dataset.from_tensor_slices((tf.range(8.0), tf.range(8)))
     current = Current()
     next(current.open(lambda: samples.batch(4), 0, b""))

@@ -96,7 +96,7 @@ def record_offset(content: bytes | bytearray, record: int) -> int:
 # --- What is whole ---
 
 
-def test_any_order_gives_what_reading_in_sequence_gives(folder: Path) -> None:
+def test_any_order_reads_the_records_of_sequential_reading(folder: Path) -> None:
     paths = sorted(map(str, folder.glob("*.tfrecord")))
     in_sequence = [tf.train.Example.FromString(record) for record in tf.data.TFRecordDataset(paths).as_numpy_iterator()]
     labels = [example.features.feature["image/class/label"].int64_list.value[0] for example in in_sequence]
@@ -124,7 +124,7 @@ def test_shapes_are_known_to_the_graph(folder: Path) -> None:
     assert (x.shape.as_list(), y.shape.as_list()) == ([None, 5, 7, 3], [1])
 
 
-def test_images_of_different_sizes_are_resized_where_a_size_is_given(tmp_path: Path) -> None:
+def test_images_of_different_sizes_are_resized_to_a_given_size(tmp_path: Path) -> None:
     larger = tf.io.encode_png(np.full((9, 4, 3), 77, np.uint8)).numpy()
     grey = tf.io.encode_jpeg(np.full((6, 6, 1), 50, np.uint8)).numpy()
     write(tmp_path / "train.tfrecord", [encoded(0, larger), encoded(1, larger), encoded(2, grey)])
@@ -138,7 +138,7 @@ def test_images_of_different_sizes_are_resized_where_a_size_is_given(tmp_path: P
         open_tfrecords(tmp_path)
 
 
-def test_raw_images_are_resized_as_encoded_ones_are(tmp_path: Path) -> None:
+def test_raw_and_encoded_images_are_resized_equally(tmp_path: Path) -> None:
     images = []
     for name, records in {"raw": [raw(0), raw(1), raw(2)], "encoded": [encoded(0), encoded(1), encoded(2)]}.items():
         write(tmp_path / name / "train.tfrecord", records)
@@ -230,13 +230,13 @@ def test_a_stale_or_damaged_index_is_made_again(
     assert not list(tmp_path.glob(".writing-*"))
 
 
-def test_where_no_index_can_be_kept_the_data_are_read_all_the_same(folder: Path) -> None:
+def test_data_are_read_without_a_writable_index(folder: Path) -> None:
     (folder / "file").touch()
     source = open_tfrecords(folder, index_dir=folder / "file")
     np.testing.assert_array_equal(gather(source, ALL)[0], IMAGES)
 
 
-def test_the_fingerprint_tells_other_content_and_another_shape(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_content_and_shape(tmp_path: Path) -> None:
     records = [raw(number) for number in range(3)]
     prints = []
     for content in (records, [raw(3, image_class_label=0), *records[1:]], records):
@@ -314,7 +314,7 @@ def test_a_file_of_something_else_is_named(folder: Path, content: bytes, said: s
 
 
 @pytest.mark.parametrize("place", [20, -2], ids=["data", "data's checksum"])
-def test_a_record_with_damaged_data_is_named_and_the_others_are_read(folder: Path, place: int) -> None:
+def test_a_damaged_record_is_named_and_the_others_are_read(folder: Path, place: int) -> None:
     path = folder / "train-0.tfrecord"
     offset = record_offset(path.read_bytes(), 2)
     end = record_offset(path.read_bytes(), 3)
@@ -341,7 +341,7 @@ def test_data_that_change_after_the_index_are_found(folder: Path) -> None:
     assert [bad.number for bad in source.find_bad(ALL)] == [0, 1, 2, 3, 6]
 
 
-def test_an_image_that_cannot_be_decoded_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+def test_an_undecodable_image_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     image = tf.io.encode_png(IMAGES[1]).numpy()
     write(tmp_path / "train.tfrecord", [encoded(0), encoded(1, image[:60]), encoded(2, b"no image"), encoded(3)])
     source = open_tfrecords(tmp_path)
@@ -388,7 +388,7 @@ def test_records_that_do_not_fit_are_named_before_training(tmp_path: Path, recor
         open_tfrecords(tmp_path)
 
 
-def test_a_label_beyond_all_others_is_an_error_and_asks_for_no_memory(tmp_path: Path) -> None:
+def test_a_huge_label_is_an_error_and_allocates_no_memory(tmp_path: Path) -> None:
     write(tmp_path / "train.tfrecord", [raw(0), raw(1), raw(2, image_class_label=2**62)])
     with pytest.raises(DataError, match=f"no record of .* has the label 2; each of the {2**62 + 1} classes"):
         open_tfrecords(tmp_path)
@@ -400,7 +400,7 @@ def test_channels_of_raw_images_are_not_converted(tmp_path: Path) -> None:
         load_tfrecords(tmp_path, image_size=5, channels=1)
 
 
-def test_an_index_of_data_that_cannot_be_written_is_kept_in_the_user_s_cache(
+def test_the_index_of_read_only_data_is_in_the_user_s_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -436,7 +436,7 @@ for path in Path({str(tmp_path)!r}).iterdir():
 
 
 @pytest.mark.parametrize("body", [b"", b"\0", b"\xff" * 8, struct.pack("<Q", 100_000) + b"[" * 100_000])
-def test_an_index_with_the_right_checksum_and_no_header_is_made_anew(folder: Path, tmp_path: Path, body: bytes) -> None:
+def test_an_index_without_a_header_is_rebuilt(folder: Path, tmp_path: Path, body: bytes) -> None:
     paths, cache = sorted(folder.glob("*.tfrecord")), tmp_path / "index"
     index = tfrecord_index.load_index(paths, [cache])
     cache.write_bytes(b"ringtfr1" + hashlib.sha256(body).digest() + body)
@@ -444,7 +444,7 @@ def test_an_index_with_the_right_checksum_and_no_header_is_made_anew(folder: Pat
 
 
 @pytest.mark.parametrize("what", ["index", "train-0.tfrecord"])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path, tmp_path: Path, what: str) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(folder: Path, tmp_path: Path, what: str) -> None:
     paths, cache = sorted(folder.glob("*.tfrecord")), tmp_path / "index"
     (tmp_path / what).unlink(missing_ok=True)
     os.mkfifo(tmp_path / what)

@@ -38,11 +38,11 @@ def test_the_end_is_read_from_squeue_and_else_from_the_variables() -> None:
 
 
 @pytest.mark.parametrize("answer", ["NONE\n", "N/A\n", "UNLIMITED\n", "slurm_load_jobs error"])
-def test_a_job_without_a_limit_has_none(answer: str) -> None:
+def test_a_job_without_a_limit_has_no_end_time(answer: str) -> None:
     assert read_job_end({**JOB, "SLURM_JOB_END_TIME": "0"}, lambda job: answer) is None
 
 
-def test_outside_a_job_nobody_is_asked() -> None:
+def test_outside_of_a_job_squeue_is_not_asked() -> None:
     assert read_job_end({"SLURM_JOB_END_TIME": "1234"}, lambda job: pytest.fail("asked")) is None
 
 
@@ -54,7 +54,7 @@ def test_squeue_is_asked_for_this_job(tmp_path: Path, monkeypatch: pytest.Monkey
     assert ask_squeue("42") == "--noheader --jobs 42 --format %e\n"
 
 
-def test_where_squeue_is_missing_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_squeue_the_limit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert ask_squeue("42") == ""
 

@@ -39,7 +39,7 @@ def test_a_traceback_begins_with_the_users_own_code() -> None:
     assert describe_defect(error) == "IndexError: list index out of range"
 
 
-def test_what_went_wrong_in_a_graph_is_told_by_its_own_line() -> None:
+def test_an_error_in_a_graph_is_described_by_its_own_line() -> None:
     text = (
         "Graph execution error:\n\nDetected at node X defined at\n  frames\n\nKeyError: 'a'\n\n\t [[{{node X}}]] [Op:f]"
     )
@@ -48,7 +48,7 @@ def test_what_went_wrong_in_a_graph_is_told_by_its_own_line() -> None:
     assert describe_defect(RuntimeError()) == "RuntimeError: "
 
 
-def test_what_went_wrong_in_a_layer_of_keras_is_told_with_the_layer() -> None:
+def test_an_error_in_a_keras_layer_is_described_with_the_layer() -> None:
     text = "Exception encountered when calling Dense.call().\n\n\x1b[1mno such weight\x1b[0m\n\nArguments received: x"
     assert describe_defect(ValueError(text)) == (
         "ValueError: Exception encountered when calling Dense.call(). no such weight"
@@ -66,7 +66,7 @@ IN_USER_CODE = """in user code:
 """
 
 
-def test_what_went_wrong_in_code_that_autograph_has_changed_is_told_by_its_own_line() -> None:
+def test_an_error_in_autograph_code_is_described_by_its_line() -> None:
     error = ValueError(IN_USER_CODE)
     assert describe_defect(error) == "ValueError: not enough values to unpack (expected 3, got 2)"
     in_a_layer = IN_USER_CODE.replace("not enough", "Exception encountered when calling Mix.call().\n\n    not enough")
@@ -85,7 +85,7 @@ def test_a_traceback_of_no_users_code_is_whole() -> None:
     assert "ringtrain/collectives/objects.py" in format_defect(error)
 
 
-def test_a_traceback_shows_what_an_error_came_from() -> None:
+def test_a_traceback_shows_the_cause_of_an_error() -> None:
     source = (
         "def fail():\n    try:\n        [][1]\n    except IndexError as error:\n        raise OSError('x') from error\n"
     )
@@ -94,7 +94,7 @@ def test_a_traceback_shows_what_an_error_came_from() -> None:
     assert "direct cause" in text
 
 
-def test_the_last_lines_say_what_came_of_it_and_where_it_is(tmp_path: Path) -> None:
+def test_the_last_lines_give_the_result_and_the_path(tmp_path: Path) -> None:
     run = tmp_path / "my run"
     run.mkdir()
     evaluation = EvalReport(samples=4, loss=0.5, data_loss=0.5, metrics={"accuracy": 0.75})

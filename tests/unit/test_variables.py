@@ -21,12 +21,12 @@ def test_slots_have_no_optimizer_s_name(name: str | None) -> None:
     assert names == ["iteration", "learning_rate", "kernel_momentum", "bias_momentum"]
 
 
-def test_a_slot_that_keras_numbers_has_the_same_name_in_every_process() -> None:
+def test_numbered_keras_slots_have_equal_names_in_each_process() -> None:
     first, second = ([slot for slot, _ in named_slots(built(keras.optimizers.Nadam()))] for _ in range(2))
     assert first == second
 
 
-def test_parts_of_an_optimizer_are_told_apart_by_their_order() -> None:
+def test_parts_of_an_optimizer_are_numbered_in_order() -> None:
     inner = keras.optimizers.SGD(momentum=0.9, name="inner")
     names = [slot for slot, _ in named_slots(built(keras.optimizers.LossScaleOptimizer(inner, name="outer")))]
     assert names.count("iteration") == 2
@@ -44,7 +44,7 @@ def test_parts_of_an_optimizer_are_told_apart_by_their_order() -> None:
         (["variables_12", "a_iteration"], ["variables_12", "a_iteration"]),
     ],
 )
-def test_what_stands_before_iteration_is_the_optimizer_s_name(paths: list[str], names: list[str]) -> None:
+def test_the_optimizer_s_name_precedes_iteration(paths: list[str], names: list[str]) -> None:
     assert without_optimizer_names(paths) == names
 
 
@@ -58,7 +58,7 @@ def test_slots_that_are_copies_of_the_weights_at_first_are_known() -> None:
             np.testing.assert_array_equal(slot.numpy(), weight.numpy())
 
 
-def test_no_other_optimizer_of_keras_begins_with_copies_of_the_weights() -> None:
+def test_no_other_keras_optimizer_starts_with_weight_copies() -> None:
     for name, value in vars(keras.optimizers).items():
         if isinstance(value, type) and issubclass(value, keras.optimizers.Optimizer):
             if name in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW"):

@@ -107,7 +107,7 @@ def run(tmp_path: Path) -> Iterator[Start]:
         program.popen.wait()
 
 
-def test_what_hangs_ends_with_its_stacks_and_its_name(run: Start) -> None:
+def test_a_hang_exits_with_its_phase_and_stacks(run: Start) -> None:
     code, out, err = run("time.sleep(30)").end()
     assert code == 6
     assert re.search(r"nothing has moved for 1 s: rank 0 on n1 is in step 7 \(1 s\)\.", out)
@@ -174,12 +174,12 @@ def test_a_call_that_holds_pythons_lock_is_ended_from_outside(run: Start) -> Non
 
 
 @pytest.mark.parametrize("body", ["move_for(3)", "for _ in range(12): time.sleep(0.25); activity.move()"])
-def test_what_moves_is_left_alone(run: Start, body: str) -> None:
+def test_progress_is_not_interrupted(run: Start, body: str) -> None:
     code, out, err = run(f"{body}\nwatchdog.begin_leaving(0)\nwatchdog.stop()\nprint('ENDED')").end()
     assert (code, out, err) == (0, "ENDED\n", "")
 
 
-def test_a_process_that_is_stopped_for_long_goes_on_unharmed(run: Start) -> None:
+def test_a_process_suspended_for_long_continues(run: Start) -> None:
     """A debugger, or Slurm that suspends a job: the clocks have gone on, the process has not."""
     program = run("move_for(3)\nwatchdog.stop()\nprint('ENDED')")
     for _ in range(2):
@@ -268,7 +268,7 @@ def test_each_note_and_each_move_is_seen() -> None:
     assert current()[1] != before[1]
 
 
-def test_a_rank_that_meets_the_others_goes_on_with_what_it_did() -> None:
+def test_a_rank_returns_to_its_phase_after_a_meeting() -> None:
     set_phase(Phase.PREPARE, takes_long=True)
     before = current()
     with meeting():
@@ -278,13 +278,13 @@ def test_a_rank_that_meets_the_others_goes_on_with_what_it_did() -> None:
     assert current()[1] != before[1]
 
 
-def test_what_takes_long_has_ten_minutes_at_least() -> None:
+def test_a_long_phase_has_at_least_ten_minutes() -> None:
     assert limit_seconds(4, takes_long=False) == 4
     assert limit_seconds(4, takes_long=True) == LONG_SECONDS == 600
     assert limit_seconds(1000, takes_long=True) == 1000
 
 
-def test_the_others_are_told_at_once_that_a_rank_is_through_with_what_takes_long() -> None:
+def test_the_end_of_a_long_phase_is_announced_at_once() -> None:
     told = []
     when_it_may_not_take_long(lambda: told.append(current()[0].step))
     try:
@@ -315,7 +315,7 @@ watchdog.stop()
     assert out == "TOLD\n"
 
 
-def test_a_rank_is_looked_at_once_a_tick_however_often_its_watchdog_is_woken() -> None:
+def test_a_rank_is_sampled_once_a_tick_however_often_woken() -> None:
     """At the moment when the training thread wakes it, that thread is at work on any rank."""
     body = """
 end = time.monotonic() + 2
@@ -334,7 +334,7 @@ os._exit(0)
     assert num_ticks / 4 <= int(finished.stdout.split()[-1]) <= num_ticks + 1
 
 
-def test_the_line_of_the_user_is_found_in_a_directory_that_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_line_is_found_in_a_removed_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getcwd", mock.Mock(side_effect=FileNotFoundError))
     found = list[str]()
     watchdog = threading.Thread(target=lambda: found.append(find_user_frame()), name="watchdog")
@@ -343,7 +343,7 @@ def test_the_line_of_the_user_is_found_in_a_directory_that_was_removed(monkeypat
     assert found[0].startswith(f"{Path(__file__)}:")
 
 
-def test_the_line_of_the_user_is_found_and_threads_of_ours_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_user_s_line_is_found_and_own_threads_are_skipped(capfd: pytest.CaptureFixture[str]) -> None:
     """They are those of the other threads, such as the watchdog's own finds them."""
     is_over, found = threading.Event(), list[str]()
 
@@ -359,7 +359,7 @@ def test_the_line_of_the_user_is_found_and_threads_of_ours_are_left_out(capfd: p
     is_over.set()
     for thread in threads:
         thread.join()
-    here = test_the_line_of_the_user_is_found_and_threads_of_ours_are_left_out.__name__
+    here = test_the_user_s_line_is_found_and_own_threads_are_skipped.__name__
     assert re.fullmatch(rf"tests/unit/test_watchdog\.py:\d+ \({here}\)", found[0])
     text = capfd.readouterr().err
     assert re.search(rf'tests/unit/test_watchdog\.py", line \d+ in {here}\n', text)

@@ -63,7 +63,7 @@ def test_the_samples_of_digits_stay_those_that_runs_resume_with(synthetic: bool,
     assert hashed.hexdigest() == digest
 
 
-def test_the_list_says_how_large_each_built_in_workload_is() -> None:
+def test_the_list_gives_the_size_of_each_built_in_workload() -> None:
     text = list_workloads()
     assert max(map(len, text.splitlines())) <= 80
     assert set(ENTRIES) == set(BUILT_IN)

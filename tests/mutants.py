@@ -57,7 +57,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
         [
             [STEP, "-k", f"{FEW} and (evaluat or averages or another_order)"],
             ["tests/unit/test_refused_workloads.py", "-k", "labels"],
-            ["tests/world/test_feeding.py", "-k", "left_out"],
+            ["tests/world/test_feeding.py", "-k", "skipped"],
             ["tests/world/test_verify.py", "-k", "plain_keras and not command"],
         ],
     ),
@@ -66,7 +66,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
         [
             [STEP, "tests/world/test_nonfinite.py", "-k", FEW],
             ["tests/unit/test_refused_workloads.py"],
-            ["tests/world/test_verify.py", "-k", "one_process_trains"],
+            ["tests/world/test_verify.py", "-k", "one_process_equals"],
         ],
     ),
     "local_gradients": (
@@ -74,7 +74,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
         [
             [STEP, "tests/world/test_nonfinite.py", "-k", FEW],
             ["tests/unit/test_refused_workloads.py"],
-            ["tests/world/test_verify.py", "-k", "one_process_trains"],
+            ["tests/world/test_verify.py", "-k", "one_process_equals"],
         ],
     ),
 }

@@ -42,7 +42,7 @@ def test_two_ranks_learn_to_give_back_the_digits(out: Path) -> None:
     assert losses[-1] < 0.4 * losses[0]
 
 
-def test_tensorboard_shows_images_distributions_and_numbers_of_each_evaluation(out: Path) -> None:
+def test_tensorboard_shows_images_histograms_and_scalars(out: Path) -> None:
     reader = EventAccumulator(str(out / "tensorboard"), size_guidance={"tensors": 0})
     reader.Reload()
     layers = ("encoder1", "encoder2", "decoder2", "decoder1")
@@ -57,7 +57,7 @@ def test_tensorboard_shows_images_distributions_and_numbers_of_each_evaluation(o
         assert [event.step for event in reader.Tensors(tag)] == steps, tag
 
 
-def test_the_right_half_of_an_image_is_what_the_model_makes_of_the_left(out: Path) -> None:
+def test_the_right_half_of_an_image_reconstructs_the_left(out: Path) -> None:
     reader = EventAccumulator(str(out / "tensorboard"), size_guidance={"tensors": 0})
     reader.Reload()
     width, height, *images = tf.make_ndarray(reader.Tensors("images")[-1].tensor_proto)

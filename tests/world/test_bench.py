@@ -55,7 +55,7 @@ def test_bench_counts_wrong_values_and_fails(collective: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", CONTENDERS)
-def test_every_contender_trains_what_one_process_trains(tmp_path: Path, mode: str) -> None:
+def test_every_contender_equals_one_process(tmp_path: Path, mode: str) -> None:
     output = tmp_path / "bench.json"
     flags = ["--models", "TINY", "--rounds", "1", "--steps", "40", "--log_every", "20", "--timeout", "100"]
     finished = subprocess.run(

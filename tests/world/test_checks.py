@@ -37,7 +37,7 @@ def test_ranks_on_cores_or_on_gpus_of_their_own_may_train(collective: Any) -> No
 
 
 @on_ranks(2, 3)
-def test_ranks_on_cores_beside_ranks_on_gpus_are_refused_on_all(collective: Collective) -> None:
+def test_a_mix_of_cores_and_gpus_is_refused_on_all_ranks(collective: Collective) -> None:
     world = collective.world
     with pytest.raises(UsageError, match=rf"^rank 0 on {re.escape(world.node)} computes on cores") as caught:
         require_working_sums(collective, f"gpu {world.rank}" if world.rank else None)
@@ -45,13 +45,13 @@ def test_ranks_on_cores_beside_ranks_on_gpus_are_refused_on_all(collective: Coll
 
 
 @on_ranks(2)
-def test_ranks_of_one_gpu_may_train_where_the_user_asks_nccl_for_it(collective: Collective) -> None:
+def test_ranks_may_share_a_gpu_if_the_user_allows_nccl_to(collective: Collective) -> None:
     with patch.dict(os.environ, {SHARED_GPUS: "1"}):
         require_working_sums(collective, "abc")
 
 
 @on_ranks(2)
-def test_the_start_names_the_nodes_whose_gpus_tensorflow_does_not_see(collective: Collective) -> None:
+def test_nodes_with_gpus_invisible_to_tensorflow_are_named(collective: Collective) -> None:
     """A machine with a driver and without a GPU cannot be had here: the plan says that there is one."""
     machine = replace(read_machine(os.environ), may_have_gpus=True)
     plan = plan_devices(collective.world, machine, os.environ)
@@ -73,7 +73,7 @@ def test_one_rank_may_train(collective: Collective) -> None:
 
 @pytest.mark.parametrize("gpu", [None, "gpu"])
 @on_ranks(2, 3)
-def test_a_backend_whose_sums_come_back_as_they_were_is_refused_on_all(collective: Any, gpu: str | None) -> None:
+def test_a_backend_that_does_not_sum_is_refused_on_all_ranks(collective: Any, gpu: str | None) -> None:
     """As Horovod's do on a GPU that its kernels were not compiled for."""
     size, last = collective.world.size, collective.world.size - 1
     all_reduce = collective.all_reduce

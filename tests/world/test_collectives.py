@@ -121,7 +121,7 @@ def test_an_ordered_sum_is_the_same_sum(collective: Collective) -> None:
 
 
 @on_ranks(2, 3)
-def test_an_ordered_sum_may_be_on_its_way_beside_sums_of_horovod(collective: Collective) -> None:
+def test_an_ordered_sum_may_overlap_with_horovod_s_sums(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
 
     @tf.function(autograph=False)
@@ -172,7 +172,7 @@ def priorities_of(threads: Collection[int]) -> dict[int, int]:
 
 @pytest.mark.native
 @on_ranks(2, 3, GLOO)
-def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Collective) -> None:
+def test_horovod_reduces_everything_only_if_requested(collective: Collective) -> None:
     assert isinstance(collective, Native)
     asked_for = connect("horovod", collective.world)
     assert isinstance(asked_for, HorovodCollective)
@@ -184,7 +184,7 @@ def test_only_where_horovod_is_asked_for_it_carries_everything(collective: Colle
 
 
 @on_ranks(1, 2, 3, GLOO, BY_MPI)
-def test_gather_joins_parts_of_any_length_in_the_order_of_the_ranks(collective: Collective) -> None:
+def test_gather_joins_parts_of_any_length_in_rank_order(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     for empty_rank in (None, *range(size)):
         lengths = [0 if other == empty_rank else other + 2 for other in range(size)]
@@ -195,7 +195,7 @@ def test_gather_joins_parts_of_any_length_in_the_order_of_the_ranks(collective: 
 
 
 @on_ranks(1, 2, 3)
-def test_gather_of_nothing_anywhere_is_nothing(collective: Collective) -> None:
+def test_a_gather_of_empty_parts_is_empty(collective: Collective) -> None:
     assert collective.all_gather(tf.zeros([0, 4]), name="nothing").shape == (0, 4)
 
 
@@ -243,7 +243,7 @@ def test_gather_objects_gives_every_value_to_every_rank(collective: Collective) 
 
 
 @on_ranks(2, 3, GLOO, BY_MPI)
-def test_ranks_that_are_at_different_places_do_not_take_one_anothers_values(collective: Collective) -> None:
+def test_ranks_at_different_collectives_do_not_mix_values(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     with pytest.raises(RingtrainError, match=f"rank 0 at 'here', rank {size - 1} at 'there'"):
         all_gather_object(collective, rank, name="there" if rank == size - 1 else "here")
@@ -269,7 +269,7 @@ def test_an_error_on_any_rank_becomes_the_same_error_on_all(collective: Collecti
 
 
 @on_ranks(2, 3)
-def test_an_error_of_all_ranks_is_told_without_ranks(collective: Collective) -> None:
+def test_an_error_of_all_ranks_is_raised_without_rank_names(collective: Collective) -> None:
     def fail() -> None:
         raise UsageError("no such optimizer")
 
@@ -293,12 +293,12 @@ def test_of_different_errors_the_first_rank_s_counts(collective: Collective) -> 
 
 
 @on_ranks(1, 2, 3)
-def test_agreement_leaves_each_rank_its_own_result(collective: Collective) -> None:
+def test_raise_on_all_ranks_returns_each_rank_s_result(collective: Collective) -> None:
     assert raise_on_all_ranks(collective, lambda: collective.world.rank * 2, name="own") == collective.world.rank * 2
 
 
 @on_ranks(1, 2, 3)
-def test_on_first_acts_once_and_tells_all(collective: Collective) -> None:
+def test_run_on_rank0_acts_once_and_broadcasts_the_result(collective: Collective) -> None:
     calls: list[int] = []
 
     def act() -> list[int]:
@@ -310,7 +310,7 @@ def test_on_first_acts_once_and_tells_all(collective: Collective) -> None:
 
 
 @on_ranks(2, 3)
-def test_an_error_in_on_first_reaches_all(collective: Collective) -> None:
+def test_an_error_in_run_on_rank0_reaches_all(collective: Collective) -> None:
     def fail() -> None:
         raise RingtrainError("disk full")
 

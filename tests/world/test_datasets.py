@@ -35,9 +35,7 @@ def whole_steps(num_steps: int) -> Iterator[Sample]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_n_ranks_train_what_one_trains_on_the_whole_dataset(
-    run_ringtrain: RunRingtrain, tmp_path: Path, size: int
-) -> None:
+def test_n_ranks_equal_one_on_the_whole_dataset(run_ringtrain: RunRingtrain, tmp_path: Path, size: int) -> None:
     out = tmp_path / "run"
     launcher = "mpirun" if size > 1 else None
     finished = run_ringtrain([*WHOLE, "--epochs", "2", "--out", out], launcher=launcher, np=size)
@@ -55,7 +53,7 @@ SLOW_WAYS = [("unknown", True), ("", True), ("repeated", False)]
     ("endless", "has_moved"),
     [("unknown", False), ("", False), *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW_WAYS)],
 )
-def test_it_goes_on_in_mid_pass_on_another_number_of_ranks(
+def test_it_resumes_mid_pass_on_another_number_of_ranks(
     run_ringtrain: RunRingtrain, tmp_path: Path, endless: str, has_moved: bool
 ) -> None:
     """Augmented by the number of the sample in the pass, and shuffled anew in each, or with each repetition.
@@ -127,7 +125,9 @@ def test_ranks_that_read_the_very_same_are_warned(run_ringtrain: RunRingtrain, t
         pytest.param("a list", 3, "from_dataset got a list", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_wrong_is_told(run_ringtrain: RunRingtrain, tmp_path: Path, fault: str, rc: int, message: str) -> None:
+def test_faults_end_the_run_with_their_cause(
+    run_ringtrain: RunRingtrain, tmp_path: Path, fault: str, rc: int, message: str
+) -> None:
     more = ["--steps", "9"] if fault == "fewer, unknown" else []
     flags = [*WHOLE, "--options.fault", fault, *more, "--out", tmp_path / "run"]
     finished = run_ringtrain(flags, launcher="mpirun", timeout=60)

@@ -56,7 +56,7 @@ def assert_told(finished: Finished, subject: str, status: str, *texts: str) -> N
     )
 
 
-def test_where_nothing_is_broken_nothing_is_advised() -> None:
+def test_without_faults_nothing_is_advised() -> None:
     finished = look()
     assert finished.rc == 0
     assert finished.stderr == ""
@@ -125,7 +125,7 @@ def with_dev_shm(size: str, *, then: str = "true") -> list[str]:
 
 
 @pytest.mark.slow
-def test_ranks_talk_by_tcp_where_dev_shm_is_large_and_full() -> None:
+def test_ranks_use_tcp_if_dev_shm_is_large_but_full() -> None:
     full = with_dev_shm("64m", then="head -c 64m /dev/zero > /dev/shm/filler")
     ranks = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable, "-m", "ringtrain", "doctor"]
     finished = run_command([*full, *ranks], env=clean_environment(**WITHOUT_GPUS), timeout=120)
@@ -140,7 +140,7 @@ def test_tiny_dev_shm() -> None:
 
 
 @pytest.mark.cold  # the fork server has imported the package that does not load here
-def test_what_a_training_refuses(tmp_path: Path) -> None:
+def test_the_doctor_reports_what_training_refuses(tmp_path: Path) -> None:
     (tmp_path / "yaml.py").write_text("raise RuntimeError('libyaml is broken')")
     env = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}", "TF_NUM_INTRAOP_THREADS": "zz"}
     finished = look(env=env)
@@ -233,7 +233,7 @@ def test_a_rank_that_cannot_join_ends_the_look_of_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_all_ranks_lack_is_told_once(tmp_path: Path) -> None:
+def test_what_all_ranks_lack_is_reported_once(tmp_path: Path) -> None:
     python, _ = make_environment(tmp_path / "env", without="horovod*")
     finished = start_doctor(python, python)
     assert finished.rc == 0

@@ -38,7 +38,9 @@ def kept_by(how: str, rank: int = 0, *, code: int = 0) -> str:
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=[] if how == "atexit" else pytest.mark.slow) for how in (*KEEPERS, *UNNAMED)]
 )
-def test_what_keeps_a_finished_run_is_named_and_left(how: str, run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_what_blocks_the_exit_of_a_run_is_named_and_abandoned(
+    how: str, run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
     env = {"RINGTRAIN_TEST_KEEP": how, "RINGTRAIN_TEST_KEEP_RANK": "0"}
     arguments = ["--workload", f"{KEEPING}:Keeping", "--out", tmp_path / "run", "--exit_timeout", "1"]
     finished = run_ringtrain(arguments, env=env, timeout=60)
@@ -83,7 +85,7 @@ def test_a_process_that_outlives_its_rank_holds_up_no_launcher(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_that_something_keeps_leaves_with_75(tmp_path: Path) -> None:
+def test_a_stopped_run_with_a_blocked_exit_exits_with_75(tmp_path: Path) -> None:
     env = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}
     with running(tmp_path / "run", "--exit_timeout", "1", np=1, env=env, workload=f"{STAYING}:LastingThread") as run:
         run.wait_for_step(2)

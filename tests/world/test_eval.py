@@ -50,7 +50,7 @@ def test_ctrl_c_ends_an_evaluation_without_a_traceback(run_ringtrain: RunRingtra
 
 
 @pytest.mark.slow
-def test_eval_gives_what_the_training_saw(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_eval_reproduces_the_evaluations_of_training(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert run_ringtrain([*LASTING, "--out", out, "--eval_every_epochs", "3"], launcher="mpirun").rc == 0
     seen = {event["step"]: event for event in events(out, "eval")}
@@ -100,7 +100,7 @@ def test_a_best_metric_that_no_evaluation_gives_is_named(run_ringtrain: RunRingt
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_failed_save_does_not_end_the_run(tmp_path: Path) -> None:
     """A file stands where the checkpoints' directory should be; root is refused by nothing else than this."""
     out = tmp_path / "run"
     with running(out, np=1, env={"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}) as run:

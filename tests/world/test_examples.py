@@ -113,7 +113,7 @@ def test_a_script_with_horovods_interface(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_that_goes_on(folder: Path) -> None:
+def test_a_resumable_fit(folder: Path) -> None:
     """Started again, it is complete, and the script goes on with the same weights."""
     said = [run(command_of("fit_kept.py"), folder).stdout for _ in range(2)]
     values = [re.findall(r"\{'accuracy': ([\d.]+), 'loss': [\d.e-]+\}", text) for text in said]
@@ -137,7 +137,7 @@ def test_records_through_grain_and_a_model_of_keras_hub(folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_ranks_that_come_and_go(folder: Path) -> None:
+def test_elastic_training(folder: Path) -> None:
     hosts = folder / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)

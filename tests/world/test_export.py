@@ -71,7 +71,7 @@ print(json.dumps(float(np.mean((np.asarray(outputs, np.float64) - x.sum(axis=1, 
 
 
 @pytest.mark.parametrize("form", ["keras", pytest.param("saved_model", marks=pytest.mark.slow)])
-def test_what_is_exported_predicts_as_what_was_evaluated(
+def test_an_exported_model_predicts_as_the_evaluated_one(
     run_ringtrain: RunRingtrain, tmp_path: Path, form: str
 ) -> None:
     import numpy as np
@@ -133,7 +133,7 @@ def thrice(x: keras.KerasTensor) -> keras.KerasTensor:
     return x + x + x
 
 
-def test_what_a_model_needs_to_be_loaded_is_found() -> None:
+def test_custom_objects_needed_for_loading_are_found() -> None:
     inner = keras.Sequential([keras.Input((2,)), Unknown(), keras.layers.Dense(2, activation=twice)])
     model = keras.Sequential([keras.Input((2,)), Known(), keras.layers.Activation(thrice), inner])
     parts = find_parts(keras.saving.serialize_keras_object(model))

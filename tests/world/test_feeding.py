@@ -71,9 +71,7 @@ def test_uneven_ends_train_the_mean_of_each_step_s_samples(
 
 
 @pytest.mark.slow
-def test_a_feed_that_has_ended_goes_on_to_its_end_and_is_evaluated_on_any_number_of_ranks(
-    run_ringtrain: RunRingtrain, tmp_path: Path
-) -> None:
+def test_a_run_whose_stream_ended_can_be_resumed_and_evaluated(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert run_ringtrain([*FED, "--out", out, "--steps", "50"], launcher="mpirun").rc == 0
     longer = run_ringtrain([*FED, "--out", out, "--steps", "60"], launcher="mpirun")
@@ -84,7 +82,7 @@ def test_a_feed_that_has_ended_goes_on_to_its_end_and_is_evaluated_on_any_number
 
 
 @pytest.mark.slow
-def test_augmentation_is_the_same_after_a_run_has_gone_on(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_augmentation_is_the_same_after_a_resume(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     weights = []
     for name, lengths in (("at once", ["6"]), ("in two", ["4", "6"])):
         for steps in lengths:
@@ -96,9 +94,7 @@ def test_augmentation_is_the_same_after_a_run_has_gone_on(run_ringtrain: RunRing
 
 
 @pytest.mark.slow
-def test_a_pass_begins_anew_with_each_epoch_and_a_run_goes_on_by_replay(
-    run_ringtrain: RunRingtrain, tmp_path: Path
-) -> None:
+def test_each_epoch_starts_a_pass_and_a_run_resumes_by_replay(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = [*FED, "--options.steps_per_epoch", "3", "--out", out]
     assert run_ringtrain([*arguments, "--steps", "5"], launcher="mpirun").rc == 0
@@ -137,7 +133,7 @@ def test_a_pass_begins_anew_with_each_epoch_and_a_run_goes_on_by_replay(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_feed_that_goes_wrong_ends_all_ranks_with_its_reason(
+def test_a_failing_stream_ends_all_ranks_with_its_reason(
     run_ringtrain: RunRingtrain, tmp_path: Path, options: list[str], rc: int, message: str
 ) -> None:
     arguments = [*FED, "--out", tmp_path / "run", "--steps", "50", *(f"--options.{option}" for option in options)]
@@ -146,7 +142,7 @@ def test_a_feed_that_goes_wrong_ends_all_ranks_with_its_reason(
     assert message in finished.stderr
 
 
-def test_a_feed_of_unknown_length_needs_a_number_of_steps(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_a_stream_of_unknown_length_needs_a_number_of_steps(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     finished = run_ringtrain([*FED, "--out", tmp_path / "run"])
     assert finished.rc == 2
     assert "assert_cardinality" in finished.stderr
@@ -154,7 +150,7 @@ def test_a_feed_of_unknown_length_needs_a_number_of_steps(run_ringtrain: RunRing
 
 
 @pytest.mark.slow
-def test_a_feed_cannot_be_verified_and_says_why(run_ringtrain: RunRingtrain) -> None:
+def test_a_stream_cannot_be_verified_and_the_error_says_why(run_ringtrain: RunRingtrain) -> None:
     finished = run_ringtrain(["verify", "--workload", f"{WORKLOADS}:Fed", "--steps", "2", "--world_sizes", "1,2"])
     assert finished.rc == 2
     assert "other world sizes train other batches" in finished.stderr
@@ -169,7 +165,7 @@ def readable_steps() -> Iterator[Sample]:
 
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2))])
-def test_samples_that_cannot_be_read_are_left_out_and_named_alike_on_all_ranks(
+def test_corrupt_samples_are_skipped_and_named_on_all_ranks(
     run_ringtrain: RunRingtrain, tmp_path: Path, size: int
 ) -> None:
     out = tmp_path / "run"
@@ -187,9 +183,7 @@ def test_samples_that_cannot_be_read_are_left_out_and_named_alike_on_all_ranks(
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_sample_that_cannot_be_read_stops_the_run_and_is_named(
-    run_ringtrain: RunRingtrain, tmp_path: Path, size: int
-) -> None:
+def test_a_corrupt_sample_stops_the_run_and_is_named(run_ringtrain: RunRingtrain, tmp_path: Path, size: int) -> None:
     arguments = ["--workload", f"{WORKLOADS}:Damaged", "--global_batch_size", "4", "--out", tmp_path / "run"]
     finished = run_ringtrain(arguments, launcher="mpirun" if size > 1 else None, np=size)
     assert finished.rc == 3, finished.stdout + finished.stderr

@@ -62,7 +62,7 @@ def test_results_come_in_the_order_of_the_ranks(group: Group) -> None:
     assert run(group, rank_of_launcher) == [0, 1, 2]
 
 
-def test_a_failing_body_shows_every_failing_rank_and_the_next_has_new_ranks(group: Group) -> None:
+def test_a_failed_body_shows_all_failed_ranks_and_renews_them(group: Group) -> None:
     pids = run(group, pid_of_rank)
     with pytest.raises(BodyFailedError) as caught:
         run(group, fail_on, ranks=[0, 2])
@@ -73,7 +73,7 @@ def test_a_failing_body_shows_every_failing_rank_and_the_next_has_new_ranks(grou
     assert not set(pids) & set(run(group, pid_of_rank))
 
 
-def test_a_hanging_body_is_ended_and_says_where_it_was(group: Group) -> None:
+def test_a_hanging_body_is_ended_with_its_location(group: Group) -> None:
     pids = run(group, pid_of_rank)
     with pytest.raises(BodyFailedError, match=r"rank 1 was not done(.|\n)*hang_on"):
         run(group, hang_on, timeout=0.5, rank=1)
@@ -97,7 +97,7 @@ def test_ranks_leave_when_the_test_process_is_gone() -> None:
     group.end()
 
 
-def test_a_command_that_takes_too_long_leaves_no_process_behind(tmp_path: Any) -> None:
+def test_a_timed_out_command_leaves_no_process_behind(tmp_path: Any) -> None:
     pid_file = tmp_path / "pid"
     script = f"setsid sh -c 'echo $$ > {pid_file}; echo begun; exec sleep 600' & sleep 600"
     with pytest.raises(Exception, match="timed out") as caught:

@@ -62,7 +62,7 @@ GLOBAL_BATCH_SIZE, STEPS = 11, 6  # of 45 samples, the fifth step of an epoch ha
     ],
 )
 @on_ranks(2, slow=[1, 3])
-def test_n_ranks_train_what_one_process_trains(
+def test_n_ranks_equal_one_process(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int, shard_optimizer: bool
 ) -> None:
     create, create_samples = MODELS[model]
@@ -105,7 +105,7 @@ def dropout_model() -> keras.Model:
 )
 @pytest.mark.parametrize("model", ["dropout", "batchnorm"])
 @on_ranks(2)
-def test_it_computes_what_is_computed_without_it(collective: Collective, model: str, precision: str) -> None:
+def test_compiled_steps_equal_uncompiled_ones(collective: Collective, model: str, precision: str) -> None:
     """BatchNorm's statistics as well. XLA draws other numbers from the same seeds: these are compared with its own."""
     create = {"dropout": dropout_model, "batchnorm": batchnorm_model}[model]
     source = dense_samples(46, "float64" if precision == "float64" else "float32")
@@ -140,7 +140,7 @@ def python_model() -> keras.Model:
 
 
 @on_ranks(2)
-def test_what_xla_cannot_compile_is_named_before_the_first_step(collective: Collective) -> None:
+def test_uncompilable_operations_are_named_before_the_first_step(collective: Collective) -> None:
     config = Config(steps=1, batch_size=4, precision="float64", jit_compile="true")
     with pytest.raises(UsageError, match=r"jit_compile is true, but XLA has no .* EagerPyFunc \(.*mine.*\)\. Leave"):
         create_job(Classification(python_model), config, collective, num_threads=1)
@@ -158,7 +158,7 @@ class OfAnyLength(Classification):
 
 @pytest.mark.parametrize("calls_python", [True, False])
 @on_ranks(1)
-def test_python_is_named_as_well_where_lengths_are_not_known(collective: Collective, calls_python: bool) -> None:
+def test_python_code_is_named_with_unknown_lengths_too(collective: Collective, calls_python: bool) -> None:
     def create() -> keras.Model:
         layers = keras.layers
         words = [keras.Input((None,), dtype="int64"), layers.Embedding(NUM_WORDS, 3), layers.GlobalAveragePooling1D()]
@@ -175,7 +175,7 @@ def test_python_is_named_as_well_where_lengths_are_not_known(collective: Collect
         assert job.step.compiled.function.has_unknown_lengths
 
 
-def test_what_is_tried_within_a_function_has_keras_policy_of_types() -> None:
+def test_a_trial_within_a_function_keeps_keras_dtype_policy() -> None:
     """As a ``fit`` tries it."""
     seen = []
 
@@ -193,7 +193,7 @@ def test_what_is_tried_within_a_function_has_keras_policy_of_types() -> None:
 
 
 @on_ranks(2)
-def test_auto_goes_on_without(collective: Collective) -> None:
+def test_auto_continues_uncompiled(collective: Collective) -> None:
     """As on GPUs, where it is on."""
     batches = batches_of(dense_samples(46), collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=2)
     step = create_step(collective, python_model, OPTIMIZERS["momentum"], batches.element_spec, jit_compile=True)
@@ -203,7 +203,7 @@ def test_auto_goes_on_without(collective: Collective) -> None:
 
 
 @on_ranks(2)
-def test_a_model_that_asks_other_ranks_is_left_as_it_is(collective: Collective) -> None:
+def test_a_model_with_collectives_is_not_compiled(collective: Collective) -> None:
     lines: list[str] = []
 
     def create() -> keras.Model:
@@ -235,7 +235,7 @@ def test_in_single_precision_a_step_differs_by_rounding_alone(collective: Collec
 @pytest.mark.parametrize(
     ("asked", "num_gpus", "compiles"), [("auto", 1, True), ("auto", 0, False), ("true", 0, True), ("false", 1, False)]
 )
-def test_by_itself_it_compiles_where_there_are_gpus(asked: Any, num_gpus: int, compiles: bool) -> None:
+def test_by_default_it_compiles_on_gpus(asked: Any, num_gpus: int, compiles: bool) -> None:
     world = World(rank=0, size=1, local_rank=0, local_size=1, node="", launcher="none")
     model, order = regularised_model(), SampleOrder(num_samples=4, global_batch_size=2, seed=0)
     with (
@@ -269,7 +269,7 @@ def test_batches_of_other_sizes_are_traced_once(collective: Collective) -> None:
     assert counts == [[0, 1], *5 * [[1, 2]]]
 
 
-def test_a_run_says_that_it_compiles(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_a_run_reports_that_it_compiles(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     flags = ["--steps", "3", "--jit_compile", "true", "--shard_optimizer", "true", "--out", str(tmp_path / "run")]
     finished = run_ringtrain(flags)
     assert finished.rc == 0, finished.stdout + finished.stderr

@@ -141,7 +141,7 @@ def test_the_first_rank_to_fail_is_named_last(tmp_path: Path) -> None:
     assert f"(pid {pid}) was killed by SIGKILL, the first to end" in run.text().splitlines()[-1], run.text()
 
 
-def test_wrong_input_is_said_once_and_last_with_its_code(tmp_path: Path) -> None:
+def test_wrong_input_is_reported_once_and_last_with_its_code(tmp_path: Path) -> None:
     with running(tmp_path / "run", "--epochs", "0", start=launch_local("--max_restarts", "3")) as run:
         assert run.wait() == 2
     said = run.text().splitlines()

@@ -62,7 +62,7 @@ def test_tensors_of_all_types_are_summed_together(collective: Collective) -> Non
 
 
 @on_ranks(2, 3)
-def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) -> None:
+def test_a_sum_is_unchanged_by_later_sums(collective: Collective) -> None:
     size = collective.world.size
 
     @tf.function(autograph=False)
@@ -82,7 +82,7 @@ def test_a_sum_stays_what_it_is_while_others_are_made(collective: Collective) ->
 
 
 @on_ranks(2)
-def test_nothing_is_computed_into_memory_of_all(collective: Collective) -> None:
+def test_tensorflow_does_not_write_into_shared_memory(collective: Collective) -> None:
     """TensorFlow takes the memory of what nobody needs any more; here it would end the process."""
     rank = collective.world.rank
     variable = tf.Variable(tf.zeros([512, 256]))
@@ -109,7 +109,7 @@ def test_nothing_is_computed_into_memory_of_all(collective: Collective) -> None:
 
 
 @on_ranks(2, 3)
-def test_what_is_not_finite_is_seen_by_all_and_what_is_large_is_finite(collective: Collective) -> None:
+def test_nonfinite_values_are_seen_by_all_and_large_ones_pass(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     shapes = [(4,), (MIN_GROUP_BYTES, 2), (3, 2), (ONE_MESSAGE_BYTES,)]
     control, state = tf.fill([3], 1e20), [tf.constant([1.0, float(rank)]), tf.constant(2.0, tf.float64)]
@@ -140,17 +140,15 @@ def test_what_is_not_finite_is_seen_by_all_and_what_is_large_is_finite(collectiv
     ],
 )
 @on_ranks(2, slow=[3])
-def test_where_horovod_carries_all_n_ranks_train_the_same(
+def test_n_ranks_over_horovod_equal_one_process(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
 ) -> None:
     """As on GPUs and between nodes."""
-    test_step.test_n_ranks_train_what_one_process_trains.body(
-        horovod_of(collective), model, optimizer, accumulate, num_samples
-    )
+    test_step.test_n_ranks_equal_one_process.body(horovod_of(collective), model, optimizer, accumulate, num_samples)
 
 
 @on_ranks(2)
-def test_ranks_that_sum_something_else_are_told(collective: Collective) -> None:
+def test_mismatched_sums_are_an_error_on_every_rank(collective: Collective) -> None:
     """On every rank, and for good: not at the next sum by chance."""
     native = with_native_sums(horovod_of(collective))  # as it will sum no more
     rank = collective.world.rank
@@ -160,7 +158,7 @@ def test_ranks_that_sum_something_else_are_told(collective: Collective) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_cannot_have_it_is_told_on_all(collective: Collective) -> None:
+def test_a_rank_without_the_library_is_reported_on_all(collective: Collective) -> None:
     carrier = horovod_of(collective)
     on_rank_1 = None if collective.world.rank == 1 else library.load_operations()
     with mock.patch.object(library, "load_operations", return_value=on_rank_1):

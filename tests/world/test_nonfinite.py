@@ -67,9 +67,7 @@ def run(collective: Collective, workload: Line, **settings: Any) -> str:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_ranks(3)
-def test_a_gradient_that_is_not_finite_is_named_with_its_rank_where_the_loss_is(
-    collective: Collective, accumulate: int
-) -> None:
+def test_a_nonfinite_gradient_of_a_finite_loss_names_its_rank(collective: Collective, accumulate: int) -> None:
     message = run(collective, Cusp(), accumulate=accumulate)
     assert message.startswith("step 1: loss or gradient is not finite; every rank's loss is finite")
     job = create_job(Cusp(), Config(global_batch_size=NUM_SAMPLES, steps=1), collective, num_threads=1)
@@ -80,7 +78,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank_where_the_loss_is(
 
 
 @on_ranks(2)
-def test_a_loss_that_is_no_number_is_not_taken_for_an_overflow_of_the_loss_scale(collective: Collective) -> None:
+def test_a_nan_loss_is_not_taken_for_a_loss_scale_overflow(collective: Collective) -> None:
     assert run(collective, NotANumber(), precision="mixed_float16").startswith("step 1: ")
 
 

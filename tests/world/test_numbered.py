@@ -74,7 +74,7 @@ def batch_steps(size: int, epochs: int) -> Iterator[Sample]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", ["false", "true"])
-def test_a_pydataset_of_each_rank_goes_on_without_reading_anything_again(
+def test_a_pydataset_per_rank_resumes_without_rereading(
     run_ringtrain: RunRingtrain, tmp_path: Path, processes: str
 ) -> None:
     more = IN_PROCESSES if processes == "true" else ["--options.by", "batches"]
@@ -98,7 +98,9 @@ def test_a_pydataset_of_each_rank_goes_on_without_reading_anything_again(
         ("batches", "empty", "the dataset holds no samples"),
     ],
 )
-def test_what_is_wrong_is_told(run_ringtrain: RunRingtrain, tmp_path: Path, by: str, fault: str, message: str) -> None:
+def test_faults_end_the_run_with_their_cause(
+    run_ringtrain: RunRingtrain, tmp_path: Path, by: str, fault: str, message: str
+) -> None:
     flags = [*COMMON, "--options.by", by, "--options.fault", fault, "--epochs", "1", "--out", tmp_path / "run"]
     if by == "batches in processes":
         flags = [*flags, *IN_PROCESSES]

@@ -42,7 +42,7 @@ SLICE = (
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_run_begun_under_another_version_ends_as_it_would_have_there(
+def test_a_run_of_another_version_ends_as_recorded_there(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -67,7 +67,7 @@ def assert_ends_as_recorded(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("tensorflow", ["2.18", "2.19", "2.20"])
-def test_an_older_tensorflow_compiles_horovod_trains_and_goes_on_with_a_run_of_this_one(
+def test_an_older_tensorflow_trains_and_resumes_a_current_run(
     tensorflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -83,7 +83,7 @@ def test_an_older_tensorflow_compiles_horovod_trains_and_goes_on_with_a_run_of_t
 
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
-def test_the_build_for_gpus_links_and_sums_on_a_machine_without_cuda(tmp_path: Path) -> None:
+def test_the_gpu_build_links_and_reduces_without_cuda(tmp_path: Path) -> None:
     """With CUDA's compiler from Python packages; its kernels do not run here."""
     checkout = copy_of_checkout(tmp_path / "ringtrain")
     programs = tmp_path / "bin"

@@ -16,7 +16,7 @@ FLAGS = ["--workload", "benchmarks.workloads:CNN", "--batch_size", "32", "--back
 
 
 @pytest.mark.alone
-def test_first_group_is_reduced_before_the_last_gradient_is_ready(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_first_group_is_reduced_before_last_gradient_is_ready(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """In at least 90 % of the steps of the CIFAR-10 tutorial's network on two ranks.
 
     One run of three must show it: where other work takes a core from one rank, the other waits.

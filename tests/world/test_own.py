@@ -35,7 +35,7 @@ def test_two_ranks_train_it_as_one_does(run_ringtrain: RunRingtrain) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)])
-def test_its_losses_metrics_and_summaries_are_shown_and_its_frozen_part_stays(
+def test_losses_and_metrics_are_logged_and_frozen_weights_kept(
     run_ringtrain: RunRingtrain, tmp_path: Path, precision: str
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -73,9 +73,7 @@ def _two_cores() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.usefixtures("_two_cores")
-def test_python_code_in_a_step_may_call_tensorflow_on_a_rank_of_one_core(
-    run_ringtrain: RunRingtrain, tmp_path: Path
-) -> None:
+def test_python_in_a_step_may_call_tensorflow_on_one_core(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """It needs a second inter-op thread; and the workload's defaults count before TensorFlow and Horovod start."""
     finished = run_ringtrain([*CALLS_PYTHON, "--steps", "3", "--out", tmp_path / "run"], launcher="mpirun")
     assert finished.rc == 0, finished.stdout + finished.stderr
@@ -86,9 +84,7 @@ def test_python_code_in_a_step_may_call_tensorflow_on_a_rank_of_one_core(
 @pytest.mark.native
 @pytest.mark.alone
 @pytest.mark.usefixtures("_two_cores")
-def test_python_code_in_a_step_that_could_wait_for_itself_is_told_of(
-    run_ringtrain: RunRingtrain, tmp_path: Path
-) -> None:
+def test_python_in_a_step_that_could_deadlock_gives_a_warning(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     path = tmp_path / "hidden.py"
     path.write_text(HIDDEN)
     arguments = ["--workload", path, "--steps", "3", "--out", tmp_path / "run"]
@@ -114,9 +110,7 @@ class ChangesItsProcess(Small):
 
 
 @pytest.mark.cold
-def test_a_workload_may_change_the_working_directory_and_close_stdout(
-    run_ringtrain: RunRingtrain, tmp_path: Path
-) -> None:
+def test_a_workload_may_change_directory_and_close_stdout(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CHANGES_ITS_PROCESS)
     arguments = ["--workload", "mine.py:ChangesItsProcess", "--steps", "2", "--out", "run"]
     finished = run_ringtrain(arguments, launcher="mpirun", cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})

@@ -189,7 +189,7 @@ def test_tensors_of_the_surrounding_code_have_gradients(collective: Collective, 
 
 
 @on_ranks(2, slow=[3])
-def test_a_persisting_function_sees_the_surrounding_tensors_of_each_call(collective: Collective) -> None:
+def test_a_reused_function_sees_closure_tensors_of_each_call(collective: Collective) -> None:
     offset = tf.constant(0.0, tf.float64)
     parallel = make_parallel(lambda x: x + offset, collective=collective)
     for value in (1.0, 2.0):
@@ -198,7 +198,7 @@ def test_a_persisting_function_sees_the_surrounding_tensors_of_each_call(collect
 
 
 @on_ranks(2, slow=[3])
-def test_the_same_function_serves_twice_in_one_graph_with_constant_inputs(collective: Collective) -> None:
+def test_a_function_runs_twice_in_a_graph_with_constant_inputs(collective: Collective) -> None:
     """TensorFlow's optimizer would fold collectives of constants, and merge two of the same input."""
     weight = tf.Variable(2.0, dtype=tf.float64)
     parallel = make_parallel(lambda x: x**2, collective=collective)
@@ -286,7 +286,7 @@ def test_each_rank_runs_its_own_slice_and_never_an_empty_one(collective: Collect
 
 
 @on_ranks(2)
-def test_what_does_not_travel_between_ranks_is_named(collective: Collective) -> None:
+def test_types_that_cannot_be_sent_between_ranks_are_named(collective: Collective) -> None:
     for dtype in (tf.complex64, tf.bfloat16, tf.string):
         with pytest.raises(UsageError, match=f"is {dtype.name}, which does not travel between ranks"):
             make_parallel(lambda x, dtype=dtype: as_type(x, dtype), collective=collective)(np.ones(3))
@@ -325,7 +325,7 @@ def difference(what: str) -> str:
 @pytest.mark.parametrize("what", GIVEN)
 @pytest.mark.parametrize("combine", ["concat", "mean"])
 @on_ranks(2)
-def test_inputs_that_differ_by_rank_are_told_on_all(collective: Collective, combine: str, what: str) -> None:
+def test_inputs_that_differ_by_rank_are_reported_on_all(collective: Collective, combine: str, what: str) -> None:
     def fn(x: tf.Tensor) -> tf.Tensor:
         return x * 2 if combine == "concat" else tf.reduce_mean(x, axis=0)
 
@@ -341,7 +341,7 @@ def test_inputs_that_differ_by_rank_are_told_on_all(collective: Collective, comb
 @pytest.mark.parametrize("what", GIVEN)
 @pytest.mark.parametrize("combine", ["concat", "mean"])
 @on_ranks(2)
-def test_inputs_that_differ_by_rank_are_told_on_all_in_a_graph(collective: Collective, combine: str, what: str) -> None:
+def test_in_a_graph_inputs_that_differ_by_rank_are_reported(collective: Collective, combine: str, what: str) -> None:
     def fn(x: tf.Tensor) -> tf.Tensor:
         return x * 2 if combine == "concat" else tf.reduce_mean(x, axis=0)
 
@@ -358,7 +358,7 @@ def test_inputs_that_differ_by_rank_are_told_on_all_in_a_graph(collective: Colle
 
 
 @on_ranks(3)
-def test_a_rank_whose_function_fails_on_its_own_inputs_is_told_with_the_others(collective: Collective) -> None:
+def test_inputs_that_fail_on_one_rank_are_reported_on_all(collective: Collective) -> None:
     kernel = tf.Variable(tf.ones([3, 2]))
     flag = collective.world.rank == 2
     with pytest.raises(UsageError, match=r"'x' .* is float32 \[6, 3\] on ranks 0, 2, float32 \[6, 4\] on rank 1"):
@@ -370,7 +370,7 @@ def test_a_rank_whose_function_fails_on_its_own_inputs_is_told_with_the_others(c
 
 
 @on_ranks(2)
-def test_what_a_graph_knows_of_a_shape_does_not_count(collective: Collective) -> None:
+def test_static_shapes_of_a_graph_are_not_compared(collective: Collective) -> None:
     """As on a rank that has called a function more often, whose next trace is of any shape."""
     parallel = make_parallel(lambda x: 2 * x, collective=collective)
     signature = [tf.TensorSpec([7, 3] if collective.world.rank else [None, None], tf.float64)]
@@ -419,7 +419,7 @@ def fit(collective: Collective, steps: int) -> np.ndarray:
 
 
 @on_ranks(2)
-def test_the_classic_loop_fits_the_polynomial_as_one_process_does(collective: Collective) -> None:
+def test_the_classic_loop_fits_a_polynomial_as_one_process(collective: Collective) -> None:
     keras.config.set_floatx("float64")
     try:
         coefficients = fit(collective, 400)

@@ -74,7 +74,7 @@ CONFIGS: dict[str, tuple[Config, str, str]] = {
 
 
 @on_ranks(2, 3, GLOO)
-def test_a_setting_of_one_rank_is_named_with_the_rank_and_its_host(collective: Collective) -> None:
+def test_a_differing_setting_is_named_with_its_rank_and_host(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
     for odd in range(size):
         for fact, (other, odd_value, value) in CONFIGS.items():
@@ -142,7 +142,7 @@ def test_the_first_line_in_which_the_users_code_differs_is_shown(collective: Col
 
 
 @on_ranks(2)
-def test_what_a_method_gives_on_one_rank_alone_is_told_with_that_rank(collective: Collective) -> None:
+def test_a_wrong_result_on_one_rank_is_reported_with_the_rank(collective: Collective) -> None:
     from tests.world.workloads.small import Small
 
     for method, given, said in (
@@ -162,7 +162,7 @@ def test_what_a_method_gives_on_one_rank_alone_is_told_with_that_rank(collective
 
 
 @on_ranks(3)
-def test_a_module_is_compared_among_the_ranks_that_have_loaded_it(collective: Collective) -> None:
+def test_a_module_is_compared_between_ranks_that_loaded_it(collective: Collective) -> None:
     rank = collective.world.rank
     with loaded(curves="a = 1\n" if rank == 0 else None, own="b = 2\n"):  # such as what draws on rank 0
         require_start(collective)
@@ -174,7 +174,7 @@ def test_a_module_is_compared_among_the_ranks_that_have_loaded_it(collective: Co
 
 
 @on_ranks(2)
-def test_the_version_of_what_the_users_code_imports_is_compared(collective: Collective) -> None:
+def test_the_versions_of_user_imports_are_compared(collective: Collective) -> None:
     import yaml  # in the package PyYAML
 
     version = f"1.{collective.world.rank}"
@@ -184,7 +184,7 @@ def test_the_version_of_what_the_users_code_imports_is_compared(collective: Coll
 
 
 @on_ranks(1, 2, 3, GLOO)
-def test_ranks_that_were_started_alike_go_on(collective: Collective) -> None:
+def test_ranks_that_were_started_equally_continue(collective: Collective) -> None:
     require_same_start(collective, Config(), command="train", environ={})
 
 
@@ -297,7 +297,7 @@ WHOLE_RUNS: dict[str, tuple[str, list[str], dict[str, str], str]] = {
 @pytest.mark.parametrize(
     "case", ["seed over MPI", *(pytest.param(case, marks=pytest.mark.slow) for case in list(WHOLE_RUNS)[1:])]
 )
-def test_a_run_whose_ranks_are_started_otherwise_ends_with_2_and_writes_nothing(
+def test_differently_started_ranks_fail_and_write_nothing(
     run_ringtrain: RunRingtrain, tmp_path: Path, case: str
 ) -> None:
     launcher, flags, variables, said = WHOLE_RUNS[case]

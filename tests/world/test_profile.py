@@ -46,7 +46,7 @@ def read_steps(directory: Path) -> set[int]:
     return steps
 
 
-def test_some_steps_are_profiled_and_their_communication_is_drawn(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_profiled_steps_show_their_communication(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = tmp_path / "profile.yaml"
     config.write_text("profile: 3:5\n")  # in YAML a number to the base 60
@@ -99,7 +99,7 @@ def test_native_sums_are_in_the_profile(run_ringtrain: RunRingtrain, tmp_path: P
         pytest.param("13:14", set(), id="none"),
     ],
 )
-def test_one_process_profiles_what_it_trains(
+def test_one_process_profiles_the_requested_steps(
     steps: str, expected: set[int], run_ringtrain: RunRingtrain, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

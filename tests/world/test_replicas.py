@@ -105,7 +105,7 @@ def drift_of(collective: Collective, act: Callable[..., Any], *arguments: Any) -
 
 
 @on_ranks(3)
-def test_a_flipped_bit_is_found_within_n_steps_and_the_variable_and_the_rank_are_named(collective: Any) -> None:
+def test_a_flipped_bit_is_found_with_its_variable_and_rank(collective: Any) -> None:
     world = collective.world
     for odd in (0, 1):
         job = create(collective)
@@ -157,7 +157,7 @@ def test_an_undisturbed_run_is_left_alone(collective: Collective, settings: dict
 
 
 @on_ranks(2)
-def test_a_save_is_checked_before_it_is_due_and_nothing_is_where_no_checks_are_wanted(collective: Collective) -> None:
+def test_replicas_are_checked_before_a_save_unless_disabled(collective: Collective) -> None:
     def flip_of(job: Job) -> Flip:
         return Flip(job.step.variables[0], after=5, is_here=collective.world.rank == 1)
 
@@ -167,7 +167,7 @@ def test_a_save_is_checked_before_it_is_due_and_nothing_is_where_no_checks_are_w
     assert run(job, flip_of(job)) == STEPS
 
 
-def test_a_drifted_run_ends_with_5_and_keeps_only_what_was_equal(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_a_drifted_run_exits_with_5_and_keeps_equal_checkpoints(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--workload", f"{WORKLOADS}:LineThatDrifts", "--global_batch_size", "6", "--epochs", "6"]
     arguments += ["--checkpoint_every", "3", "--check_replicas_every", "5", "--out", str(out)]

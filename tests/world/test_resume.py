@@ -92,7 +92,7 @@ def test_two_ranks_become_three_in_the_middle_of_an_epoch(tmp_path: Path) -> Non
         np.testing.assert_allclose(mine[name], value, rtol=0, atol=1e-10 * max(1.0, np.abs(value).max()), err_msg=name)
 
 
-def test_a_finished_run_says_so_and_changes_nothing(undisturbed: Path) -> None:
+def test_a_finished_run_reports_it_and_changes_nothing(undisturbed: Path) -> None:
     before = contents(undisturbed)
     run = run_to_end(undisturbed, "--deterministic", "true", np=1)
     assert f"the run in {undisturbed} is complete: {STEPS} steps" in run.text()
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(undisturbed: Path, tmp
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_run_and_checkpoints_that_have_gone_are_refused(tmp_path: Path) -> None:
+def test_foreign_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
     out, other = tmp_path / "run", tmp_path / "other"
     run_to_end(out, "--steps", "2", np=1)
     run_to_end(other, "--steps", "4", "--seed", "7", np=1)
@@ -171,7 +171,7 @@ class Reading(Workload):
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_with_other_data_of_the_same_size_says_so(tmp_path: Path) -> None:
+def test_a_resume_with_other_data_of_equal_size_gives_a_warning(tmp_path: Path) -> None:
     out, workload = tmp_path / "run", tmp_path / "reading.py"
     workload.write_text(READING)
     x = np.ones((8, 2), np.float32)
@@ -201,14 +201,14 @@ def test_another_workloads_checkpoint_is_refused(undisturbed: Path, tmp_path: Pa
     assert manifest.exists()
 
 
-def test_weights_of_another_run_are_taken_where_they_fit(undisturbed: Path, tmp_path: Path) -> None:
+def test_matching_weights_of_another_run_are_loaded(undisturbed: Path, tmp_path: Path) -> None:
     run = run_to_end(tmp_path / "run", "--init_from", str(undisturbed), "--steps", "1", np=1)
     assert "4 of 4 variables taken" in run.text()
     assert events(tmp_path / "run", "start")[0]["first_step"] == 0
 
 
 @pytest.mark.slow
-def test_keep_leaves_the_newest_and_the_best(undisturbed: Path) -> None:
+def test_keep_retains_the_newest_and_the_best(undisturbed: Path) -> None:
     names = sorted(path.name for path in (undisturbed / "checkpoints").iterdir())
     [best, *steps] = names
     assert steps == [step_name(step) for step in (40, 45, 48)]

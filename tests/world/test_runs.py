@@ -107,7 +107,7 @@ def test_digits_trains_under_each_launcher(
     digits_runs[launcher] = (finished, tmp_path / "out", set(left))
 
 
-def test_all_launchers_train_alike(digits_runs: dict[str | None, tuple[Finished, Path, set[str]]]) -> None:
+def test_all_launchers_train_equal_weights(digits_runs: dict[str | None, tuple[Finished, Path, set[str]]]) -> None:
     assert {"horovodrun", "mpirun", None} <= set(digits_runs), "runs after test_digits_trains_under_each_launcher"
     assert len({weights for launcher, (_, _, left) in digits_runs.items() if launcher for weights in left}) == 1
     first, *others = [events(out) for _, out, _ in digits_runs.values()]
@@ -127,7 +127,7 @@ def test_all_launchers_train_alike(digits_runs: dict[str | None, tuple[Finished,
 
 
 @pytest.mark.slow
-def test_the_log_tells_where_the_time_of_a_step_goes(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_the_log_splits_the_time_of_a_step(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """Rank 1 waits 50 ms for each batch; rank 0, whose clock counts, has its data at once and waits for rank 1."""
     env = {"RINGTRAIN_TEST_HANG": "idle", "RINGTRAIN_TEST_HANG_RANK": "1"}
     lasting = f"{WORKLOADS.with_name('lasting.py')}:Lasting"
@@ -162,7 +162,7 @@ def occupied_cores() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_beside_another_run_no_core_is_pinned_and_a_terminal_shows_progress(
+def test_shared_cores_are_unpinned_and_a_terminal_shows_progress(
     run_ringtrain: RunRingtrain, tmp_path: Path, occupied_cores: None
 ) -> None:
     arguments = ["--workload", f"{WORKLOADS}:Line", "--global_batch_size", "4", "--out", str(tmp_path / "out")]
@@ -233,7 +233,7 @@ def nan_arguments(out: Path, sample: int, *more: str) -> list[str]:
         pytest.param(1, 3, id="middle"),
     ],
 )
-def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
+def test_a_nan_loss_stops_all_ranks_and_is_reported_once(
     run_ringtrain: RunRingtrain, tmp_path: Path, rank: int, size: int
 ) -> None:
     sample = sample_of_rank(rank, size)
@@ -258,9 +258,7 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_and_is_told_once(
     assert (end["event"], end["status"], end["exit_code"]) == ("end", "diverged", 4)
 
 
-def test_a_loss_that_is_not_a_number_is_skipped_where_the_user_wants_it(
-    run_ringtrain: RunRingtrain, tmp_path: Path
-) -> None:
+def test_a_nan_loss_is_skipped_on_request(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     step, _ = step_and_rank_of(5, 2)
     finished = run_ringtrain(nan_arguments(tmp_path / "out", 5, "--on_nonfinite", "skip"), launcher="mpirun")
     assert finished.rc == 0
@@ -305,7 +303,7 @@ def test_a_bug_of_all_ranks_is_shown_once(run_ringtrain: RunRingtrain, tmp_path:
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)])
-def test_a_wrong_setting_is_told_once_and_ends_all_ranks(run_ringtrain: RunRingtrain, launcher: str) -> None:
+def test_a_wrong_setting_is_reported_once_and_ends_all_ranks(run_ringtrain: RunRingtrain, launcher: str) -> None:
     cases = [["--workload", "digit"], ["--data_dir", "/no/such/place"]]
     for arguments in cases if launcher == "mpirun" else cases[:1]:
         finished = run_ringtrain(arguments, launcher=launcher, env=HOROVODRUN_QUIET, timeout=30)
@@ -314,7 +312,7 @@ def test_a_wrong_setting_is_told_once_and_ends_all_ranks(run_ringtrain: RunRingt
         assert "Traceback" not in "\n".join(error_lines(finished))
 
 
-def test_a_launcher_of_another_mpi_is_told_with_the_libraries(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_a_launcher_of_another_mpi_is_reported_with_libraries(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """A lone process that believes a launcher's variables is what a foreign mpirun makes of each rank."""
     variables = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
     env = {f"OMPI_COMM_WORLD_{name}": value for name, value in variables.items()}

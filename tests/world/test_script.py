@@ -47,7 +47,7 @@ def test_the_run_of_a_script_can_be_evaluated_by_the_command(run_ringtrain: RunR
         ("late", "ringtrain.train was called when TensorFlow had computed something already"),
     ],
 )
-def test_a_wrong_call_is_told_in_one_line_with_the_exit_code(
+def test_a_wrong_call_gives_one_line_and_the_exit_code(
     run_ringtrain: RunRingtrain, tmp_path: Path, fault: str, message: str
 ) -> None:
     finished = run_ringtrain([fault, tmp_path / "run"], launcher="mpirun", python=SCRIPT, timeout=60)

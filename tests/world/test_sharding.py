@@ -115,9 +115,7 @@ IN_GROUPS = {("regularised", "clipped"), ("regularised", "lamb"), ("embedding", 
     ],
 )
 @on_ranks(2, slow=[3])
-def test_n_ranks_train_what_one_process_trains(
-    collective: Collective, model: str, optimizer: str, in_groups: bool
-) -> None:
+def test_n_ranks_equal_one_process(collective: Collective, model: str, optimizer: str, in_groups: bool) -> None:
     create, create_samples = ALL_MODELS[model]
     source = create_samples(NUM_SAMPLES)
     batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
@@ -152,10 +150,8 @@ def test_n_ranks_train_what_one_process_trains(
     ],
 )
 @on_ranks(3)
-def test_three_ranks_train_what_one_process_trains(
-    collective: Collective, model: str, optimizer: str, in_groups: bool
-) -> None:
-    test_n_ranks_train_what_one_process_trains.body(collective, model, optimizer, in_groups)
+def test_three_ranks_equal_one_process(collective: Collective, model: str, optimizer: str, in_groups: bool) -> None:
+    test_n_ranks_equal_one_process.body(collective, model, optimizer, in_groups)
 
 
 @pytest.mark.parametrize(
@@ -170,22 +166,22 @@ def test_three_ranks_train_what_one_process_trains(
     ],
 )
 @on_ranks(2, slow=[3])
-def test_where_horovod_carries_all_they_train_it_as_well(
+def test_ranks_over_horovod_equal_one_process(
     collective: Collective, model: str, optimizer: str, in_groups: bool
 ) -> None:
     """As on GPUs and between nodes."""
-    test_n_ranks_train_what_one_process_trains.body(horovod_of(collective), model, optimizer, in_groups)
+    test_n_ranks_equal_one_process.body(horovod_of(collective), model, optimizer, in_groups)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_groups", [False, True])
 @on_ranks(GLOO)
 def test_ranks_over_gloo_train_it_as_well(collective: Collective, in_groups: bool) -> None:
-    test_n_ranks_train_what_one_process_trains.body(collective, "regularised", "adam", in_groups)
+    test_n_ranks_equal_one_process.body(collective, "regularised", "adam", in_groups)
 
 
 @on_ranks(2)
-def test_ranks_whose_steps_are_other_functions_meet_by_horovod_as_well(collective: Collective) -> None:
+def test_ranks_with_different_step_functions_reduce_by_horovod(collective: Collective) -> None:
     """The last step of an epoch has one sample: the ranks without any have a function of their own, and no loop."""
     carrier, source = horovod_of(collective), dense_samples(45)
     batches = batches_of(source, carrier, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
@@ -215,9 +211,7 @@ def test_each_rank_keeps_its_part_of_the_slots_alone(collective: Collective) -> 
 
 @pytest.mark.parametrize("precision", ["float64", "mixed_float16"])
 @on_ranks(3, slow=[2])
-def test_a_value_that_is_not_finite_on_one_rank_leaves_all_pieces_as_they_are(
-    collective: Collective, precision: str
-) -> None:
+def test_a_nonfinite_value_on_one_rank_changes_no_shard(collective: Collective, precision: str) -> None:
     """Or, of a finite loss, a gradient that its scale lets overflow."""
     overflows = precision == "mixed_float16"
     source = dense_samples(46, "float32" if overflows else "float64")
@@ -325,7 +319,7 @@ def test_a_norm_in_float16_does_not_overflow(collective: Collective) -> None:
 
 
 @on_ranks(2)
-def test_a_weight_that_something_else_changes_is_found_on_all_ranks(collective: Collective) -> None:
+def test_a_weight_changed_elsewhere_is_detected_on_all_ranks(collective: Collective) -> None:
     batches = batches_of(dense_samples(46), collective, global_batch_size=12, steps=2)
     step = create_step(collective, regularised_model, OPTIMIZERS["adam"], batches.element_spec, shard_optimizer=True)
     train(step, batches)
@@ -364,7 +358,7 @@ class OwnSlots(keras.optimizers.Optimizer):
 
 
 @on_ranks(2)
-def test_slots_of_which_nobody_knows_the_weight_are_refused(collective: Collective) -> None:
+def test_slots_of_unknown_weights_are_refused(collective: Collective) -> None:
     batches = batches_of(dense_samples(46), collective, global_batch_size=12, steps=1)
     with pytest.raises(UsageError, match=r"OwnSlots has a variable \(.*sum.*\) that is neither one number nor made by"):
         create_step(collective, regularised_model, lambda: OwnSlots(0.1), batches.element_spec, shard_optimizer=True)
@@ -431,7 +425,7 @@ def assert_same_checkpoint(found: dict[str, np.ndarray], right: dict[str, np.nda
         assert_close(found[variable], value, f"{what}: {variable}", 1e-10)
 
 
-def test_a_run_goes_on_on_other_ranks_sharded_or_not(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_a_run_resumes_on_other_ranks_sharded_or_not(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """A checkpoint knows of neither: from two that share out to three that do not, and back."""
     right = run_to(run_ringtrain, tmp_path / "whole", 9, 1)
     run_to(run_ringtrain, tmp_path / "run", 3, 2, *SHARDED)
@@ -440,7 +434,7 @@ def test_a_run_goes_on_on_other_ranks_sharded_or_not(run_ringtrain: RunRingtrain
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_ranks_to_ranks_that_share_out(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+def test_a_sharded_run_resumes_on_another_number_of_ranks(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     right = run_to(run_ringtrain, tmp_path / "whole", 9, 1)
     out = tmp_path / "sharded"
     run_to(run_ringtrain, out, 3, 2, *SHARDED)
@@ -449,9 +443,7 @@ def test_a_run_goes_on_from_ranks_to_ranks_that_share_out(run_ringtrain: RunRing
 
 
 @pytest.mark.slow
-def test_gradients_that_travel_in_half_precision_are_shared_out_as_well(
-    run_ringtrain: RunRingtrain, tmp_path: Path
-) -> None:
+def test_compressed_gradients_are_sharded_too(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     half = ("--compression", "fp16")
     right = run_to(run_ringtrain, tmp_path / "not", 6, 2, *half)
     assert_same_checkpoint(run_to(run_ringtrain, tmp_path / "sharded", 6, 2, *half, *SHARDED), right, "in fp16")

@@ -142,7 +142,7 @@ def test_the_same_samples_are_no_error(collective: Collective) -> None:
 
 
 @on_ranks(2)
-def test_an_image_of_the_same_name_and_size_is_compared_by_content(collective: Collective) -> None:
+def test_images_of_equal_name_and_size_are_compared_by_content(collective: Collective) -> None:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory) / str(collective.world.rank)
         for name in ("cat", "dog"):
@@ -160,7 +160,7 @@ def test_an_image_of_the_same_name_and_size_is_compared_by_content(collective: C
 
 
 @on_ranks(2)
-def test_a_failure_of_the_thread_that_reads_is_raised_on_every_rank(collective: Collective) -> None:
+def test_a_failure_of_the_reader_thread_is_raised_on_all_ranks(collective: Collective) -> None:
     broken = MemoryError("no memory for a copy") if collective.world.rank == 1 else None
     digest = contents.digest_blocks
     with patch.object(contents, "digest_blocks", side_effect=broken or digest):

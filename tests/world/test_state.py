@@ -112,7 +112,7 @@ def test_many_ranks_count_steps_as_one_process(collective: Collective, shard_opt
 
 
 @on_ranks(2, 3)
-def test_whole_numbers_that_differ_between_ranks_are_refused_by_name(collective: Collective) -> None:
+def test_integer_state_that_differs_between_ranks_is_refused(collective: Collective) -> None:
     config = Config(steps=2, global_batch_size=GLOBAL_BATCH_SIZE)
     job = create_job(Classification(counting_model), config, collective, num_threads=1)
     before = [variable.numpy() for variable in job.step.variables]
@@ -125,9 +125,7 @@ def test_whole_numbers_that_differ_between_ranks_are_refused_by_name(collective:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_ranks(1, 2)
-def test_state_that_micro_batches_update_is_named_before_the_first_step(
-    collective: Collective, accumulate: int
-) -> None:
+def test_state_updated_by_micro_batches_is_named_at_the_start(collective: Collective, accumulate: int) -> None:
     lines: list[str] = []
     config = Config(steps=1, global_batch_size=GLOBAL_BATCH_SIZE, accumulate=accumulate)
     workload = Classification(batchnorm_model)

@@ -71,7 +71,7 @@ STEPS = 11  # two epochs of five steps, and one of the next
     ],
 )
 @on_ranks(2, slow=[1, 3])
-def test_n_ranks_train_what_one_process_trains(
+def test_n_ranks_equal_one_process(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
 ) -> None:
     create, create_samples = MODELS[model]
@@ -108,15 +108,15 @@ def test_n_ranks_train_what_one_process_trains(
     [("regularised", "momentum", 1, 46), ("regularised", "adam", 3, 46), ("embedding", "adam", 3, 45)],
 )
 @on_ranks(3)
-def test_three_ranks_train_what_one_process_trains(
+def test_three_ranks_equal_one_process(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
 ) -> None:
-    test_n_ranks_train_what_one_process_trains.body(collective, model, optimizer, accumulate, num_samples)
+    test_n_ranks_equal_one_process.body(collective, model, optimizer, accumulate, num_samples)
 
 
 @on_ranks(GLOO)
-def test_ranks_over_gloo_train_what_one_process_trains(collective: Collective) -> None:
-    test_n_ranks_train_what_one_process_trains.body(collective, "regularised", "momentum", 1, 46)
+def test_ranks_over_gloo_equal_one_process(collective: Collective) -> None:
+    test_n_ranks_equal_one_process.body(collective, "regularised", "momentum", 1, 46)
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
@@ -139,7 +139,7 @@ def test_the_embedding_s_gradient_travels_sparse(collective: Collective, jit_com
 if "multi" in OPTIMIZERS:  # not with an older Keras
 
     @on_ranks(2)
-    def test_the_parts_of_a_multi_optimizer_keep_their_learning_rates(collective: Collective) -> None:
+    def test_parts_of_a_multi_optimizer_keep_their_learning_rates(collective: Collective) -> None:
         batches = batches_of(dense_samples(46), collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=3)
         step = create_step(collective, regularised_model, OPTIMIZERS["multi"], batches.element_spec)
         assert [report.learning_rate for report in train(step, batches)] == 3 * [0.01]
@@ -147,14 +147,14 @@ if "multi" in OPTIMIZERS:  # not with an older Keras
 
 
 @on_ranks(1, 2)
-def test_float8_is_refused_before_it_sums_what_is_no_gradient(collective: Collective) -> None:
+def test_float8_training_is_refused_before_any_reduction(collective: Collective) -> None:
     workload, config = Classification(regularised_model), Config(steps=1, batch_size=4, precision="float64")
     with pytest.raises(UsageError, match=r"the variable .*/inputs_scale and \d+ more of Keras' float8 training"):
         create_job(workload, config, collective, num_threads=1, adapt_model=lambda model: model.quantize("float8"))
 
 
 @on_ranks(2, slow=[1, 3])
-def test_the_logged_loss_is_the_mean_over_all_samples_of_all_ranks(collective: Collective) -> None:
+def test_the_logged_loss_is_the_mean_over_samples_of_all_ranks(collective: Collective) -> None:
     source = dense_samples(46)
     batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5)
     step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec)
@@ -172,7 +172,7 @@ def test_the_logged_loss_is_the_mean_over_all_samples_of_all_ranks(collective: C
 
 
 @on_ranks(1)
-def test_what_a_layer_adds_to_the_loss_is_trained_as_keras_does(collective: Collective) -> None:
+def test_losses_added_by_layers_are_trained_as_in_keras(collective: Collective) -> None:
     def create() -> keras.Model:
         dense = keras.layers.Dense(NUM_CLASSES, activity_regularizer=keras.regularizers.L2(KERNEL_DECAY))
         return keras.Sequential([keras.Input((NUM_FEATURES,)), dense])
@@ -204,7 +204,7 @@ def test_each_sample_comes_once_per_epoch(collective: Collective) -> None:
 
 
 @on_ranks(1, 2)
-def test_averages_follow_the_weights_and_are_evaluated_in_their_stead(collective: Collective) -> None:
+def test_weight_averages_are_updated_and_used_in_evaluation(collective: Collective) -> None:
     source = dense_samples(23)
     batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5)
     step = create_step(collective, regularised_model, OPTIMIZERS["adam"], batches.element_spec, ema=0.25)
@@ -356,7 +356,7 @@ class FragileClassification(Classification):
 
 
 @on_ranks(2, slow=[1, 3])
-def test_a_step_that_is_not_finite_on_any_rank_changes_nothing_on_all(collective: Collective) -> None:
+def test_a_nonfinite_step_on_any_rank_changes_nothing_on_all(collective: Collective) -> None:
     world = collective.world
     x, y = np.random.default_rng(world.rank).normal(size=(2, NUM_FEATURES)), np.array([0, 1])
 
@@ -407,9 +407,7 @@ def one_weight_model() -> keras.Model:
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 @on_ranks(2, slow=[1, 3])
-def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(
-    collective: Collective, jit_compile: bool
-) -> None:
+def test_a_loss_scale_overflow_on_one_rank_is_skipped_by_all(collective: Collective, jit_compile: bool) -> None:
     world = collective.world
     for bad_rank in range(world.size):
 
@@ -446,7 +444,7 @@ def test_an_overflow_of_the_loss_scale_on_one_rank_only_is_skipped_by_all(
 
 
 @on_ranks(1)
-def test_the_loss_scale_halves_at_once_and_doubles_after_2000_good_steps_within_what_float32_holds(
+def test_the_loss_scale_halves_and_doubles_after_2000_good_steps(
     collective: Collective,
 ) -> None:
     scale = LossScale(is_dynamic=True)

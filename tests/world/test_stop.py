@@ -81,7 +81,7 @@ def test_a_stop_file_stops_the_run_once(reference: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_where_its_grace_allows(reference: Path, tmp_path: Path) -> None:
+def test_sigterm_to_the_launcher_saves_within_its_grace_period(reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
         run.wait_for_step(12)
@@ -93,9 +93,7 @@ def test_sigterm_to_the_launcher_saves_where_its_grace_allows(reference: Path, t
 
 
 @pytest.mark.slow
-def test_sigterm_during_a_save_that_takes_longer_than_the_launchers_grace_loses_no_checkpoint(
-    reference: Path, tmp_path: Path
-) -> None:
+def test_sigterm_during_a_slow_save_loses_no_checkpoint(reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     slow = SLOW_STEP | {"RINGTRAIN_TEST_SAVE_SECONDS": "3"}
     with running(out, "--deterministic", "true", env=slow) as run:
@@ -121,7 +119,7 @@ def test_a_signal_during_a_save_waits_for_it(reference: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_signal_during_an_evaluation_leaves_it_to_the_next_start(reference: Path, tmp_path: Path) -> None:
+def test_an_evaluation_stopped_by_a_signal_is_done_on_restart(reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     env = SLOW_STEP | {"RINGTRAIN_TEST_STOP_IN_EVALUATION": "1"}
     with running(out, "--deterministic", "true", env=env) as run:
@@ -135,7 +133,7 @@ def test_a_signal_during_an_evaluation_leaves_it_to_the_next_start(reference: Pa
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGUSR1, signal.SIGINT))]
 )
-def test_a_signal_before_the_first_step_leaves_with_nothing_to_save(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_exits_without_saving(number: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "run"
     started = tmp_path / "started"
     env = {"RINGTRAIN_TEST_START_SECONDS": "3", "RINGTRAIN_TEST_STARTED": str(started)}
@@ -148,7 +146,7 @@ def test_a_signal_before_the_first_step_leaves_with_nothing_to_save(number: sign
     assert not list((out / "checkpoints").glob("*"))
 
 
-def test_ctrl_c_without_a_launcher_saves_and_tells_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_without_a_launcher_saves_and_shows_how_to_resume(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, np=1, env=SLOW_STEP) as run:
         run.wait_for_step(2)
@@ -181,7 +179,7 @@ def test_a_terminal_that_is_closed_saves_like_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_under_nohup_goes_on_when_its_terminal_and_its_shell_go(tmp_path: Path) -> None:
+def test_a_run_under_nohup_survives_its_terminal_and_shell(tmp_path: Path) -> None:
     out = tmp_path / "run"
     start = ["nohup", "bash", "-c", '"$@" & sleep 20', "bash", sys.executable, "-m", "ringtrain"]
     with running(out, np=1, start=start, env=SLOW_STEP) as run:
@@ -201,9 +199,7 @@ def test_a_run_under_nohup_goes_on_when_its_terminal_and_its_shell_go(tmp_path: 
         pytest.param(HOROVODRUN_GLOO, id="horovodrun over Gloo", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_whose_launcher_is_killed_save_and_leave(
-    start: list[str] | None, reference: Path, tmp_path: Path
-) -> None:
+def test_ranks_of_a_killed_launcher_save_and_exit(start: list[str] | None, reference: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", start=start, env=SLOW_STEP) as run:
         run.wait_for_step(7)
@@ -219,7 +215,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(
 @pytest.mark.parametrize(
     "start", [pytest.param(None, id="mpirun"), pytest.param(HOROVODRUN, id="horovodrun", marks=pytest.mark.slow)]
 )
-def test_ranks_whose_launcher_is_killed_before_they_have_joined_leave(start: list[str] | None, tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_killed_before_they_joined_exit(start: list[str] | None, tmp_path: Path) -> None:
     with running(tmp_path / "run", "--epochs", "2000", start=start, env=SLOW_STEP) as run:
         run.wait_for("ranks that listen to signals", lambda: len(list(filter(blocks_sigterm, ranks_of(run)))) == 2)
         assert "started by" not in run.text()

@@ -41,7 +41,7 @@ def ringtrain(*arguments: str, stdout: IO[bytes] | None, stderr: IO[bytes] | int
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_nothing(tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_end_a_run(tmp_path: Path) -> None:
     """As with ``| head -3`` behind it."""
     out = tmp_path / "run"
     reader = subprocess.Popen(["head", "-3"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -57,7 +57,7 @@ def test_a_reader_that_leaves_ends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_behind_the_log_ends_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_behind_the_log_does_not_end_a_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["--workload", f"{STAYING}:LastingTalker", "--out", str(out), "--epochs", "2"]
     with open("/dev/full", "wb", buffering=0) as full:
@@ -106,7 +106,7 @@ def test_a_result_that_could_not_be_written_is_no_success(command: list[str]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "launch"])
-def test_a_reader_that_leaves_a_launcher_loses_nothing(launcher: str, tmp_path: Path) -> None:
+def test_a_closed_pipe_of_a_launcher_loses_nothing(launcher: str, tmp_path: Path) -> None:
     """mpirun itself ends then, and tells its ranks to."""
     mpirun = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-m", "ringtrain"]
     start = mpirun if launcher == "mpirun" else [sys.executable, "-m", "launch", "local", "-np", "2", "--"]

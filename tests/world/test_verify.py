@@ -50,7 +50,7 @@ SHARED_DEFECTS: dict[str, dict[str, Any]] = {  # those that all world sizes shar
     ("optimizer", "sizes"),
     [("adam", "1,2"), *(pytest.param(name, "1,2,3", marks=pytest.mark.slow) for name in ("sgd", "adam", "adamw"))],
 )
-def test_any_number_of_ranks_trains_digits_alike(run_ringtrain: RunRingtrain, optimizer: str, sizes: str) -> None:
+def test_any_number_of_ranks_trains_digits_equally(run_ringtrain: RunRingtrain, optimizer: str, sizes: str) -> None:
     """20 steps of 101 samples, which neither 2 nor 3 divides; the last step of an epoch has 34 of the 1,347 samples."""
     uneven = ["--global_batch_size", "101"]
     finished = run_ringtrain(["verify", "--world_sizes", sizes, *uneven, *OPTIMIZERS[optimizer]], timeout=280)
@@ -89,7 +89,7 @@ def test_two_ranks_train_the_built_in_workloads_as_one_does(
 
 
 @pytest.mark.slow
-def test_verify_fails_with_exit_code_5_where_a_users_workload_is_wrong(run_ringtrain: RunRingtrain) -> None:
+def test_verify_exits_with_5_if_a_workload_is_wrong(run_ringtrain: RunRingtrain) -> None:
     workload = f"{WORKLOADS / 'wrong_by_rank.py'}:WrongByRank"
     finished = run_ringtrain(["verify", "--workload", workload, "--world_sizes", "1,2", "--steps", "3"], timeout=120)
     assert finished.rc == 5, finished.stdout + finished.stderr
@@ -97,13 +97,13 @@ def test_verify_fails_with_exit_code_5_where_a_users_workload_is_wrong(run_ringt
     assert "Traceback" not in finished.stderr
 
 
-def test_the_steps_are_the_workloads_own_where_they_are_few() -> None:
+def test_a_small_number_of_workload_steps_is_used() -> None:
     assert choose_steps({"steps": 7}) == 7
     assert choose_steps({"epochs": 3}) == choose_steps({"steps": 100_000}) == DEFAULT_STEPS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_verify_takes_its_processes_along_when_it_is_told_to_end(tmp_path: Path, number: signal.Signals) -> None:
+def test_verify_ends_its_processes_when_terminated(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "ringtrain", "verify", "--world_sizes", "2,3", "--steps", "5000"]
     with (tmp_path / "log").open("wb") as log:
         process = MarkedProcess(command, clean_environment(), stdout=log, stderr=subprocess.STDOUT)
@@ -124,7 +124,7 @@ def test_verify_takes_its_processes_along_when_it_is_told_to_end(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_the_command_holds_one_process_against_a_plain_keras_loop(run_ringtrain: RunRingtrain) -> None:
+def test_the_command_compares_with_a_plain_keras_loop(run_ringtrain: RunRingtrain) -> None:
     arguments = ["verify", "--workload", f"{WORKLOADS / 'small.py'}:LiveBatchNorm", "--world_sizes", "1,2"]
     finished = run_ringtrain([*arguments, "--oracle", "true", "--steps", "6", "--accumulate", "2"])
     assert finished.rc == 0, finished.stdout + finished.stderr
@@ -132,7 +132,7 @@ def test_the_command_holds_one_process_against_a_plain_keras_loop(run_ringtrain:
 
 
 @on_ranks(2)
-def test_what_differs_by_design_is_named_and_switched_off(collective: Any) -> None:
+def test_layers_that_differ_by_design_are_named_and_disabled(collective: Any) -> None:
     from tests.world.workloads.small import DropoutAndBatchNorm
 
     findings, notes = findings_of(DropoutAndBatchNorm(), collective)
@@ -141,7 +141,7 @@ def test_what_differs_by_design_is_named_and_switched_off(collective: Any) -> No
         assert [note.split(":")[0] for note in notes] == ["normalization", "dropout"]
 
 
-def test_layers_of_which_the_same_is_said_share_a_line() -> None:
+def test_layers_with_equal_notes_share_a_line() -> None:
     notes = [*(f"norm_{number}: frozen" for number in range(5)), "dropout: off"]
     assert fold_notes(notes) == ["norm_0, norm_1, norm_2 and 2 more layers: frozen", "dropout: off"]
 
@@ -199,7 +199,7 @@ def test_all_paths_pass_without_a_defect(collective: Any) -> None:
 
 
 @on_ranks(2)
-def test_what_is_not_compared_is_listed(collective: Any) -> None:
+def test_exclusions_from_the_comparison_are_listed(collective: Any) -> None:
     from ringtrain.verify.compare import describe_findings
     from tests.world.workloads.small import OwnStep
 
@@ -216,7 +216,7 @@ def test_what_is_not_compared_is_listed(collective: Any) -> None:
 
 
 @on_ranks(2)
-def test_samples_that_are_compared_with_each_other_are_the_named_cause(collective: Any) -> None:
+def test_losses_across_samples_are_named_as_the_cause(collective: Any) -> None:
     from ringtrain.verify.compare import OTHER_SAMPLES, describe_findings
     from tests.world.workloads.company import Centred
     from tests.world.workloads.small import Small
@@ -246,7 +246,7 @@ def test_the_contrastive_example_trains_on_ranks_as_on_one(collective: Any) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["CentredTogether", "CentredInside"])
 @on_ranks(2, 3)
-def test_ranks_compare_samples_with_those_of_all_ranks_as_one_does(collective: Any, name: str) -> None:
+def test_losses_across_samples_use_those_of_all_ranks(collective: Any, name: str) -> None:
     """106 samples and one left: the second rank has none in each second step."""
     from tests.world.workloads import company
 
@@ -259,7 +259,7 @@ def test_ranks_compare_samples_with_those_of_all_ranks_as_one_does(collective: A
 
 
 @on_ranks(1)
-def test_a_loss_that_asks_other_ranks_without_saying_so_is_refused(collective: Any) -> None:
+def test_a_loss_with_undeclared_collectives_is_refused(collective: Any) -> None:
     from ringtrain.errors import UsageError
     from tests.world.workloads.company import Undeclared
 
@@ -269,7 +269,7 @@ def test_a_loss_that_asks_other_ranks_without_saying_so_is_refused(collective: A
 
 @pytest.mark.parametrize("defect", SHARED_DEFECTS)
 @on_ranks(1)
-def test_a_plain_keras_loop_shows_a_defect_that_all_world_sizes_share(collective: Any, defect: str) -> None:
+def test_a_plain_keras_loop_finds_defects_of_all_world_sizes(collective: Any, defect: str) -> None:
     from tests.world.workloads.small import LiveBatchNorm
 
     assert not oracle_passes(LiveBatchNorm(), defect, **SHARED_DEFECTS[defect])
@@ -277,7 +277,7 @@ def test_a_plain_keras_loop_shows_a_defect_that_all_world_sizes_share(collective
 
 @pytest.mark.parametrize("name", ["LiveBatchNorm", "Normalized", pytest.param("Attention", marks=pytest.mark.slow)])
 @on_ranks(1)
-def test_one_process_trains_what_a_plain_keras_loop_trains(collective: Any, name: str) -> None:
+def test_one_process_equals_a_plain_keras_loop(collective: Any, name: str) -> None:
     from tests.world.workloads import small
 
     optimizer = {"name": "adamw", "lr": 0.01, "weight_decay": 0.01, "clip_global_norm": 0.5, "ema": 0.9}
@@ -286,7 +286,7 @@ def test_one_process_trains_what_a_plain_keras_loop_trains(collective: Any, name
 
 
 @on_ranks(1)
-def test_words_that_are_excluded_from_weight_decay_are_no_patterns(collective: Any) -> None:
+def test_weight_decay_exclusions_are_words_not_patterns(collective: Any) -> None:
     from tests.world.workloads.small import Small
 
     optimizer = {"name": "adamw", "lr": 0.01, "weight_decay": 0.5, "exclude": "hidden.k"}  # of small/hidden/kernel
@@ -294,7 +294,7 @@ def test_words_that_are_excluded_from_weight_decay_are_no_patterns(collective: A
 
 
 @on_ranks(2)
-def test_the_tests_of_the_step_see_what_only_ranks_share(collective: Any) -> None:
+def test_the_step_tests_find_defects_shared_by_all_ranks(collective: Any) -> None:
     from tests.world import test_step
 
     for defect, body, *arguments in (
@@ -311,7 +311,7 @@ def test_the_tests_of_the_step_see_what_only_ranks_share(collective: Any) -> Non
 @pytest.mark.parametrize("name", ["Normalized", pytest.param("Attention", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", ["adam", "lion"])
 @on_ranks(2)
-def test_weights_whose_gradient_is_rounding_are_no_difference(collective: Any, name: str, optimizer: str) -> None:
+def test_weights_with_a_rounding_gradient_are_no_difference(collective: Any, name: str, optimizer: str) -> None:
     from tests.world.workloads import small
 
     findings, _ = findings_of(
@@ -326,7 +326,7 @@ def test_weights_whose_gradient_is_rounding_are_no_difference(collective: Any, n
 
 
 @on_ranks(2)
-def test_what_rounding_decides_is_compared_by_its_gradient(collective: Any) -> None:
+def test_weights_decided_by_rounding_compare_by_gradient(collective: Any) -> None:
     from tests.world.workloads.small import Normalized
 
     findings, _ = findings_of(
@@ -361,7 +361,7 @@ def test_labels_and_regularisers_of_float32_meet_float64(collective: Any) -> Non
     ],
 )
 @on_ranks(2)
-def test_types_that_a_workload_gives_its_layers_and_losses_are_widened(collective: Any, name: str) -> None:
+def test_explicit_types_of_layers_and_losses_are_widened(collective: Any, name: str) -> None:
     from tests.world.workloads import narrow
 
     findings, notes = findings_of(getattr(narrow, name)(), collective, steps=4)
@@ -387,7 +387,7 @@ def test_a_gpu_does_not_round_float32_to_tf32(collective: Any) -> None:
     ("name", "dtype"), [("Casts", "float32"), pytest.param("RawCasts", "bfloat16", marks=pytest.mark.slow)]
 )
 @on_ranks(2)
-def test_code_that_casts_is_named_and_compared_within_its_rounding(collective: Any, name: str, dtype: str) -> None:
+def test_casts_are_named_and_compared_within_their_rounding(collective: Any, name: str, dtype: str) -> None:
     from ringtrain.verify.compare import ROUNDING
     from tests.world.workloads import narrow
 
@@ -403,7 +403,7 @@ def test_code_that_casts_is_named_and_compared_within_its_rounding(collective: A
 
 
 @on_ranks(2)
-def test_a_reference_whose_update_is_shared_out_measures_rounding_alone(collective: Any) -> None:
+def test_a_sharded_reference_measures_only_rounding(collective: Any) -> None:
     from ringtrain.config import make_config
     from ringtrain.verify.compare import load_record, measure_noise
     from ringtrain.verify.record import create_recorded_job, record_job
@@ -434,7 +434,7 @@ def test_a_missing_seed_is_named_as_the_cause_in_float64_alone() -> None:
 
 
 @on_ranks(1)
-def test_every_layer_of_keras_that_draws_draws_nothing_in_the_comparison(collective: Any) -> None:
+def test_no_keras_layer_draws_random_numbers_in_a_comparison(collective: Any) -> None:
     import keras
     import numpy as np
     import tensorflow as tf

@@ -104,7 +104,7 @@ def run_installed(programs: Path, tmp_path: Path) -> RunInstalled:
     return run
 
 
-def test_it_puts_one_package_beside_everybodys(wheel: Path) -> None:
+def test_it_installs_a_single_top_level_package(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"ringtrain"}
     assert {"ringtrain/py.typed", "ringtrain/launch/rank.py", "ringtrain/launch/templates/srun.sh.j2"} <= set(names)

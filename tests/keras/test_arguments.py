@@ -127,7 +127,7 @@ def test_two_steps_in_one_graph_do_not_meet_each_other(collective: Collective) -
 
 
 @on_ranks(2)
-def test_adasum_adds_orthogonal_gradients_and_averages_equal_ones(collective: Collective) -> None:
+def test_adasum_adds_orthogonal_and_averages_equal_gradients(collective: Collective) -> None:
     """Maleki et al. 2021, section 3."""
     equal, orthogonal = keras.Variable(np.zeros(2)), keras.Variable(np.zeros(2))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Adasum)
@@ -206,7 +206,7 @@ def test_local_layers_keep_their_gradients(collective: Collective, scales: bool)
 
 
 @on_ranks(2)
-def test_a_tape_takes_variables_of_keras_and_tensorflow_in_any_structure(collective: Collective) -> None:
+def test_a_tape_takes_nested_keras_and_tensorflow_variables(collective: Collective) -> None:
     factor = collective.world.rank + 1.0
     of_keras, of_tensorflow = keras.Variable([1.0, 2.0]), tf.Variable([3.0])
     with tf.GradientTape(persistent=True) as tape:

@@ -72,7 +72,7 @@ def test_misuse_is_named(collective: Collective) -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_is_not_distributed_is_named_at_its_first_step(collective: Collective) -> None:
+def test_an_undistributed_optimizer_is_named_at_its_first_step(collective: Collective) -> None:
     hvd.init()
     for way in ("fit", "loop"):
         GradientReduction.calls = 0
@@ -93,7 +93,7 @@ def test_a_second_compile_without_the_wrapper_is_named(collective: Collective) -
 
 
 @on_ranks(2)
-def test_ranks_that_have_compiled_another_model_are_refused_before_the_first_step(collective: Collective) -> None:
+def test_different_models_are_refused_before_the_first_step(collective: Collective) -> None:
     sgd, is_odd = keras.optimizers.SGD, collective.world.rank == 1
     half, relu, full = (
         keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, **settings)])
@@ -119,7 +119,7 @@ def test_ranks_that_have_compiled_another_model_are_refused_before_the_first_ste
 
 
 @on_ranks(2)
-def test_ranks_with_other_learning_rates_are_told_whose_counts(collective: Collective) -> None:
+def test_different_learning_rates_at_start_give_a_warning(collective: Collective) -> None:
     """It may be meant so, as when one rank has loaded a saved model."""
     optimizer = DISTRIBUTE(keras.optimizers.SGD(0.1 + collective.world.rank))
     with mock.patch.object(guards.log, "warning") as warning:
@@ -131,7 +131,7 @@ def test_ranks_with_other_learning_rates_are_told_whose_counts(collective: Colle
 
 
 @on_ranks(2)
-def test_a_callback_that_changes_the_rate_of_one_rank_is_the_cause_that_is_named(collective: Collective) -> None:
+def test_learning_rates_that_diverge_name_callbacks_as_the_cause(collective: Collective) -> None:
     class Halve(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self.model.optimizer.learning_rate = 0.05
@@ -157,7 +157,7 @@ class TapedModel(keras.Sequential):
 
 
 @on_ranks(2)
-def test_replicas_of_a_distributed_tape_that_drift_are_named_after_the_epoch(collective: Collective) -> None:
+def test_drift_under_a_distributed_tape_is_named_after_the_epoch(collective: Collective) -> None:
     hvd.init()
     model = TapedModel(make_model().layers)
     batches = make_batches(4)
@@ -171,7 +171,7 @@ def test_replicas_of_a_distributed_tape_that_drift_are_named_after_the_epoch(col
 
 
 @on_ranks(2)
-def test_ranks_may_train_models_of_their_own_if_they_say_so(collective: Collective) -> None:
+def test_ranks_may_train_separate_models_of_local_layers(collective: Collective) -> None:
     hvd.init()
     if collective.world.rank == 0:
         model = make_model()
@@ -196,7 +196,7 @@ def test_different_numbers_of_batches_are_named_before_training(collective: Coll
 
 
 @on_ranks(2)
-def test_different_numbers_of_batches_from_generators_are_named_after_the_epoch(collective: Collective) -> None:
+def test_unequal_unknown_batch_counts_are_named_after_the_epoch(collective: Collective) -> None:
     steps = 6 - collective.world.rank
     endless = dataset(make_batches(4, steps=steps)).filter(lambda x, y: True)  # nobody knows how many are left
     with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 6, rank 1: 5\)"):
@@ -231,7 +231,7 @@ def test_a_rank_without_any_batch_is_named(collective: Collective, knows_steps: 
 
 
 @on_ranks(2)
-def test_ranks_that_do_not_know_what_to_join_say_that_they_had_no_batch(collective: Collective) -> None:
+def test_eager_ranks_without_any_batch_report_it(collective: Collective) -> None:
     """In eager mode nothing is traced of a step that is not there; here no rank waits, since none has a batch."""
     nothing = dataset(make_batches(4)).take(0).filter(lambda x, y: True)
     model = make_model()
@@ -258,7 +258,7 @@ def test_weights_of_other_shapes_are_named_before_training(collective: Collectiv
 
 
 @on_ranks(2)
-def test_features_of_other_types_train_alike(collective: Collective) -> None:
+def test_features_of_different_types_train_equally(collective: Collective) -> None:
     """Keras casts them to the type in which a model computes."""
     x, y = make_batches(8, steps=1)[0]
     x = x.astype(np.float32).astype([np.float32, np.float64][collective.world.rank])
@@ -267,7 +267,7 @@ def test_features_of_other_types_train_alike(collective: Collective) -> None:
 
 
 @on_ranks(2)
-def test_a_validation_split_of_other_sizes_is_named_where_it_makes_other_batches(collective: Collective) -> None:
+def test_a_validation_split_with_other_batch_counts_is_named(collective: Collective) -> None:
     rank, (x, y) = collective.world.rank, make_batches(48, steps=1)[0]
     model, average = make_model(), hvd.callbacks.MetricAverageCallback()
     model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse")
@@ -315,7 +315,7 @@ def test_a_rank_that_stops_alone_after_an_epoch_is_named(collective: Collective)
 
 
 @on_ranks(2)
-def test_a_rank_that_stops_alone_within_an_epoch_is_named_after_it(collective: Collective) -> None:
+def test_a_rank_that_stops_mid_epoch_is_named_after_the_epoch(collective: Collective) -> None:
     """The others add zeros of its to their gradients until then, in place of waiting for ever."""
     batches = dataset(make_batches(4, steps=4))
     optimizer = DISTRIBUTE(keras.optimizers.SGD(0.01))
@@ -356,7 +356,7 @@ class Captured(logging.Handler):
 
 @pytest.mark.slow
 @on_ranks(3)
-def test_of_three_replicas_the_one_that_drifts_is_named(collective: Collective) -> None:
+def test_the_drifted_one_of_three_replicas_is_named(collective: Collective) -> None:
     model = make_model()
     bias = model.layers[1].bias
     bias.assign(bias + (collective.world.rank == 1))
@@ -422,7 +422,7 @@ SLOW_WAYS = ("arrays", "PyDataset", "step of its own", "eager")
     "way", ["generator", "steps at once", *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW_WAYS)]
 )
 @on_ranks(2)
-def test_what_the_first_steps_train_on_is_noted_in_every_way_of_training(collective: Collective, way: str) -> None:
+def test_the_first_batches_are_recorded_in_all_ways_of_training(collective: Collective, way: str) -> None:
     """The second batch alone is each rank's own."""
     rank, batches = collective.world.rank, make_batches(4)
     batches = [batches[0], batches[1 + rank], batches[3], batches[3]]
@@ -449,7 +449,7 @@ class OwnStep(keras.Sequential):
 
 
 @on_ranks(2)
-def test_a_step_that_xla_cannot_compile_runs_without_it_and_says_so_once(collective: Collective) -> None:
+def test_a_step_that_xla_cannot_compile_runs_and_warns_once(collective: Collective) -> None:
     captured = Captured()
     compiled.log.addHandler(captured)
     try:
@@ -467,7 +467,7 @@ def test_a_step_that_xla_cannot_compile_runs_without_it_and_says_so_once(collect
 
 
 @on_ranks(1)
-def test_the_end_of_an_epoch_does_not_wait_for_a_tuner_on_one_core(collective: Collective) -> None:
+def test_the_end_of_an_epoch_waits_for_no_tuner_on_one_core(collective: Collective) -> None:
     hvd.init()
     seen = []
 
@@ -575,7 +575,7 @@ def test_init_comes_first() -> None:
             misuse()
 
 
-def test_a_layer_that_needs_the_others_says_that_init_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_needs_all_ranks_asks_for_init_first(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     for name, value in zip(names, "0202", strict=True):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)

@@ -171,7 +171,7 @@ def directory(tmp_path: Path) -> str:
     ],
 )
 @on_ranks(1)
-def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind: str, directory: str) -> None:
+def test_a_stopped_fit_resumes_bit_for_bit(collective: Collective, kind: str, directory: str) -> None:
     whole, out = fit(f"{directory}/whole", kind), f"{directory}/run"
     assert fit(out, kind, stop_at=BATCHES + 2).code == 75
     rest = fit(out, kind)
@@ -186,7 +186,7 @@ def test_a_fit_that_is_stopped_goes_on_bit_for_bit(collective: Collective, kind:
 @pytest.mark.parametrize("stop_at", [BATCHES + 2, 3 * BATCHES])
 @pytest.mark.parametrize("kind", ["shuffled", "shuffled by threads", "shuffled by the user"])
 @on_ranks(1)
-def test_a_fit_resumes_the_order_of_a_dataset_that_python_and_numpy_shuffle(
+def test_a_fit_resumes_the_order_of_python_and_numpy_shuffles(
     collective: Collective, kind: str, stop_at: int, directory: str
 ) -> None:
     """If Keras shuffles, also in a process with other states of the generators."""
@@ -199,7 +199,7 @@ def test_a_fit_resumes_the_order_of_a_dataset_that_python_and_numpy_shuffle(
 
 
 @on_ranks(1)
-def test_a_fit_goes_on_on_several_cores_after_one(collective: Collective, directory: str) -> None:
+def test_a_fit_resumes_on_several_cores_after_one(collective: Collective, directory: str) -> None:
     """tf.data tunes the pipeline on several alone, and gives it other parts then."""
     whole, out = fit(f"{directory}/whole"), f"{directory}/run"
     for cores, stop_at in (({0}, BATCHES + 2), ({0, 1}, 0)):
@@ -210,9 +210,7 @@ def test_a_fit_goes_on_on_several_cores_after_one(collective: Collective, direct
 
 
 @on_ranks(1, slow=[2], timeout=120)
-def test_an_epoch_saved_after_its_last_batch_as_nobody_knew_ends_as_it_would_have(
-    collective: Collective, directory: str
-) -> None:
+def test_an_epoch_of_unknown_length_saved_at_its_end_resumes(collective: Collective, directory: str) -> None:
     average = [hvd.callbacks.MetricAverageCallback()]
     whole, out = fit(f"{directory}/whole", "unknown", others=average), f"{directory}/run"
     heard_later = collective.world.size > 1  # by the next step, in which the ranks tell each other
@@ -224,7 +222,7 @@ def test_an_epoch_saved_after_its_last_batch_as_nobody_knew_ends_as_it_would_hav
 
 
 @on_ranks(1)
-def test_what_callbacks_count_goes_on(collective: Collective, directory: str) -> None:
+def test_the_state_of_callbacks_is_resumed(collective: Collective, directory: str) -> None:
     """The best figure is the second epoch's; the run is stopped in the fourth."""
 
     def run(name: str, **options: Any) -> tuple[float, float, float, list[str]]:
@@ -268,7 +266,7 @@ class Evaluate(keras.callbacks.Callback):
 
 
 @on_ranks(1)
-def test_an_evaluation_by_a_callback_counts_in_no_metric_of_the_run(collective: Collective, directory: str) -> None:
+def test_an_evaluation_in_a_callback_changes_no_logged_metric(collective: Collective, directory: str) -> None:
     logged = []
     for name, others in [("plain", []), ("evaluated", [Evaluate()])]:
         assert fit(f"{directory}/{name}", others=others, epochs=2, log_every=3).code is None
@@ -320,7 +318,7 @@ class FlipBit(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("settings", [{"check_replicas_every": 3}, {"checkpoint_every": 3}], ids=["check", "save"])
 @on_ranks(2)
-def test_a_replica_that_differs_is_named_within_the_epoch_and_not_saved(
+def test_a_drifted_replica_is_named_mid_epoch_and_not_saved(
     collective: Collective, settings: dict[str, Any], directory: str
 ) -> None:
     assert fit(f"{directory}/run", others=[FlipBit()], **settings).code == 5
@@ -331,9 +329,7 @@ def test_a_replica_that_differs_is_named_within_the_epoch_and_not_saved(
 
 
 @on_ranks(2)
-def test_a_step_without_data_is_told_from_one_that_waits_for_other_ranks(
-    collective: Collective, directory: str
-) -> None:
+def test_the_phase_distinguishes_waiting_for_data_and_for_ranks(collective: Collective, directory: str) -> None:
     """Keras reads the data within the step, but for the first three, so that both ranks are in the same one."""
     reduces, seen, calls = Path(directory, "reduces"), list[bool](), []
 
@@ -414,7 +410,7 @@ def test_a_run_that_keeps_no_fit_is_refused(collective: Collective, directory: s
 
 
 @on_ranks(1)
-def test_it_goes_on_from_its_end_or_starts_anew_as_it_is_told(collective: Collective, directory: str) -> None:
+def test_the_resume_argument_of_a_fit_is_followed(collective: Collective, directory: str) -> None:
     out = Path(directory, "run")
     assert fit(str(out), resume="must", epochs=1).code == 2
     assert not (out / "metrics.jsonl").exists()

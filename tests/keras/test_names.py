@@ -33,7 +33,7 @@ def test_every_public_name_is_there(module: types.ModuleType) -> None:
     assert set(horovod.tensorflow.keras.elastic.__all__) <= public_names(hvd.elastic)
 
 
-def test_all_lists_what_is_there() -> None:
+def test_all_lists_every_public_name() -> None:
     assert (public_names(hvd) - {"Any", "PAGE", "NOT_HERE"}) | {"callbacks", "elastic"} == set(hvd.__all__)
 
 
@@ -45,7 +45,7 @@ NOT_THERE = {
 
 
 @pytest.mark.parametrize("name", NOT_THERE)
-def test_of_a_name_that_is_not_there_it_is_said_what_to_do(name: str) -> None:
+def test_an_unsupported_name_gives_the_remedy(name: str) -> None:
     with pytest.raises(AttributeError, match=f"ringtrain.keras has no '{name}': {NOT_THERE[name]}.*See docs/"):
         getattr(hvd, name)
     with pytest.raises(ImportError, match=f"ringtrain.keras has no '{name}': {NOT_THERE[name]}.*See docs/"):
@@ -53,7 +53,7 @@ def test_of_a_name_that_is_not_there_it_is_said_what_to_do(name: str) -> None:
     assert not hasattr(hvd, name)
 
 
-def test_of_a_name_that_nobody_has_python_speaks() -> None:
+def test_an_unknown_name_gives_python_s_own_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'ringtrain\.keras' has no attribute 'sise'"):
         hvd.sise  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'sise'"):
@@ -90,7 +90,7 @@ def test_the_page_names_every_name() -> None:
 
 
 @on_ranks(2)
-def test_what_is_passed_on_works(collective: Collective) -> None:
+def test_reexported_functions_work(collective: Collective) -> None:
     rank = collective.world.rank
     hvd.init()
     assert (hvd.rank(), hvd.size(), hvd.is_initialized()) == (rank, 2, True)

@@ -63,7 +63,7 @@ def test_three_ranks_have_the_average_by_either_backend(collective: Collective) 
 
 
 @on_ranks(2)
-def test_a_rank_that_stops_early_adds_nothing_until_all_are_there(collective: Collective) -> None:
+def test_a_rank_that_stops_early_contributes_zeros(collective: Collective) -> None:
     of_keras.choose_backend("auto")
     model, batches = make_model(), dataset(make_batches(4))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
@@ -80,7 +80,7 @@ def train_on(model: keras.Model, optimizer: Any, batches: Any, callbacks: list[A
 
 
 @on_ranks(2)
-def test_a_later_fit_whose_steps_nobody_knows_is_horovods(collective: Collective) -> None:
+def test_a_later_fit_of_unknown_length_uses_horovod(collective: Collective) -> None:
     """With the step that the former has traced, uneven ranks would wait in two places."""
     batches = dataset(make_batches(4))
     model, optimizer = make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD())
@@ -106,7 +106,7 @@ class TwoSums(keras.Sequential):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_step_with_two_sums_has_the_same_bits_and_can_be_left_early(collective: Collective) -> None:
+def test_a_step_of_two_reductions_is_exact_and_may_stop_early(collective: Collective) -> None:
     models = []
     batches = dataset(split_batches(make_batches(SAMPLES), (5, 2)))
     for backend in ("auto", "horovod"):
@@ -124,7 +124,7 @@ def test_a_step_with_two_sums_has_the_same_bits_and_can_be_left_early(collective
 
 
 @on_ranks(2)
-def test_horovod_carries_all_where_it_is_asked_to_and_where_ranks_come_and_go(collective: Collective) -> None:
+def test_horovod_reduces_if_requested_and_in_elastic_training(collective: Collective) -> None:
     of_keras.choose_backend("horovod")
     assert not of_keras.wants_native_sums()
     of_keras.choose_backend("auto")
@@ -136,7 +136,7 @@ def test_horovod_carries_all_where_it_is_asked_to_and_where_ranks_come_and_go(co
 
 
 @on_ranks(2)
-def test_what_keeps_sums_from_being_native_is_said_once_on_rank_0(collective: Collective) -> None:
+def test_rank_0_reports_once_why_sums_are_not_native(collective: Collective) -> None:
     of_keras.choose_backend("auto")
     guards._say_once.cache_clear()
     stderr, batches = io.StringIO(), dataset(make_batches(4))
@@ -165,7 +165,7 @@ class TwoOptimizers(keras.Sequential):
 
 
 @on_ranks(2)
-def test_a_rank_that_ends_early_takes_part_in_the_sums_of_all_optimizers(collective: Collective) -> None:
+def test_a_rank_that_ends_early_joins_sums_of_all_optimizers(collective: Collective) -> None:
     model = TwoOptimizers(make_model().layers)
     model.other = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     uneven = dataset(make_batches(4)).take(8 - 3 * collective.world.rank).filter(lambda x, y: True)
@@ -179,7 +179,7 @@ def test_another_backend_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_waits_for_one_that_does_something_else_says_so(collective: Collective) -> None:
+def test_a_rank_that_waits_for_another_reports_the_stall(collective: Collective) -> None:
     of_keras.choose_backend("horovod")
     of_keras.choose_backend("auto")  # which have not met
     with mock.patch.object(of_keras, "STALL_SECONDS", 1.0):

@@ -73,7 +73,7 @@ def test_values_and_gradients_are_those_of_the_whole_batch(collective: Collectiv
 
 
 @on_ranks(2)
-def test_what_a_mask_leaves_out_may_be_anything(collective: Collective) -> None:
+def test_masked_values_may_be_anything(collective: Collective) -> None:
     set_precision("float64")
     layer, mask = hvd.SyncBatchNormalization(), np.array([[True, False], [True, True]])
     clean = np.random.default_rng(collective.world.rank).normal(size=(2, 2, 3))
@@ -86,7 +86,7 @@ def test_what_a_mask_leaves_out_may_be_anything(collective: Collective) -> None:
 
 
 @on_ranks(2)
-def test_no_samples_anywhere_leave_the_statistics_alone(collective: Collective) -> None:
+def test_an_empty_global_batch_keeps_the_statistics(collective: Collective) -> None:
     layer = hvd.SyncBatchNormalization()
     layer.build((None, 3))
     layer.moving_mean.assign([1.0, 2.0, 3.0])
@@ -142,7 +142,7 @@ def plain_model() -> keras.Model:
 
 
 @on_ranks(2, BY_MPI)
-def test_the_training_step_is_exact_with_it_though_ranks_have_no_samples(collective: Collective) -> None:
+def test_the_training_step_is_exact_with_ranks_without_samples(collective: Collective) -> None:
     source, steps = dense_samples(45), 7  # the fifth step has one sample: all other ranks have none
     batches = batches_of(source, collective, global_batch_size=11, steps=steps)
     with use_collective(collective):
@@ -171,7 +171,7 @@ def test_ranks_run_as_many_micro_batches_with_it(collective: Collective) -> None
     assert_same_bits_on_all_ranks(step.variables, collective)
 
 
-def test_it_is_batch_normalization_where_there_is_one_process(tmp_path: Any) -> None:
+def test_one_process_equals_batch_normalization(tmp_path: Any) -> None:
     x = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
     layer, plain = hvd.SyncBatchNormalization(fused=False), keras.layers.BatchNormalization()
     np.testing.assert_allclose(layer(x, training=True), plain(x, training=True), atol=1e-6)

@@ -169,7 +169,7 @@ def update_weights(optimizer: keras.optimizers.Optimizer, operation: str) -> tup
     "name", ["SGD", "Adam", "RMSprop", *(pytest.param(n, marks=pytest.mark.slow) for n in SAME_CODE_AS_OTHERS)]
 )
 @on_ranks(2)
-def test_a_fused_update_goes_through_memory_once_and_is_keras_own(collective: Collective, name: str) -> None:
+def test_a_fused_update_uses_one_operation_and_equals_keras(collective: Collective, name: str) -> None:
     """With each option, the loss scale of the optimizer, and that which compile() puts around it."""
     hvd.init()
     kind, settings, operation = FUSED[name]
@@ -193,7 +193,7 @@ class OwnAdam(keras.optimizers.Adam):
 
 
 @on_ranks(2)
-def test_what_inherits_from_an_optimizer_updates_by_itself(collective: Collective) -> None:
+def test_a_subclassed_optimizer_keeps_its_own_update(collective: Collective) -> None:
     assert "ResourceApplyAdam" not in operations_of(OwnAdam())
 
 
@@ -220,7 +220,7 @@ def test_an_exclusion_from_weight_decay_survives(collective: Collective) -> None
 
 
 @on_ranks(2)
-def test_the_odd_ones_fail_in_plain_keras_too(collective: Collective) -> None:
+def test_unsupported_optimizers_fail_in_plain_keras_too(collective: Collective) -> None:
     train_distributed("loop", keras.optimizers.SGD())
     for name in BROKEN_IN_KERAS:
         with pytest.raises(AttributeError, match="path"):
@@ -238,7 +238,7 @@ def test_every_optimizer_of_keras_is_tried() -> None:
 
 @pytest.mark.parametrize("name", sorted(THERE & {"LossScaleOptimizer", "MultiOptimizer"}))
 @on_ranks(2)
-def test_optimizers_with_parts_may_leave_each_rank_a_model_of_its_own(collective: Collective, name: str) -> None:
+def test_optimizers_with_parts_support_local_layers(collective: Collective, name: str) -> None:
     hvd.init()
     GradientReduction.calls = 0
     model = make_model()
@@ -257,7 +257,7 @@ if "MultiOptimizer" in THERE:  # not with an older Keras
         return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizer, {".*/bias": optimizers.Adam(name="other")}))
 
     @on_ranks(2)
-    def test_parts_of_a_multi_optimizer_are_not_distributed_by_themselves(collective: Collective) -> None:
+    def test_distributed_parts_of_a_multi_optimizer_are_refused(collective: Collective) -> None:
         hvd.init()
 
         def distributed() -> keras.optimizers.Optimizer:
@@ -279,7 +279,7 @@ if "MultiOptimizer" in THERE:  # not with an older Keras
                 train("loop", make_model(), create(), make_batches(4))
 
     @on_ranks(2)
-    def test_callbacks_of_one_learning_rate_refuse_an_optimizer_with_several(collective: Collective) -> None:
+    def test_learning_rate_callbacks_refuse_several_learning_rates(collective: Collective) -> None:
         hvd.init()
         model = make_model()
         model.compile(hvd.DistributedOptimizer(make_optimizer("MultiOptimizer")), "mean_squared_error")
@@ -289,7 +289,7 @@ if "MultiOptimizer" in THERE:  # not with an older Keras
 
 
 @on_ranks(2)
-def test_float8_is_refused_before_it_sums_what_is_no_gradient(collective: Collective) -> None:
+def test_float8_training_is_refused_before_any_reduction(collective: Collective) -> None:
     model = make_model()
     model.quantize("float8")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())

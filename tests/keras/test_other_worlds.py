@@ -32,7 +32,7 @@ def test_metrics_are_means_over_all_samples_over_gloo(collective: Collective) ->
 @on_ranks(GLOO, timeout=120)
 def test_no_rank_waits_for_ever_over_gloo(collective: Collective) -> None:
     test_guards.test_different_numbers_of_batches_are_named_before_training.body(collective)
-    test_guards.test_different_numbers_of_batches_from_generators_are_named_after_the_epoch.body(collective)
+    test_guards.test_unequal_unknown_batch_counts_are_named_after_the_epoch.body(collective)
     test_guards.test_an_overflow_on_one_rank_is_skipped_by_all.body(collective)
 
 
@@ -53,4 +53,4 @@ def test_a_process_set_trains_by_itself(collective: Collective) -> None:
 
 @on_ranks(THREE, timeout=120)
 def test_the_training_step_is_exact_under_three_ranks(collective: Collective) -> None:
-    test_normalization.test_the_training_step_is_exact_with_it_though_ranks_have_no_samples.body(collective)
+    test_normalization.test_the_training_step_is_exact_with_ranks_without_samples.body(collective)

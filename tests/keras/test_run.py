@@ -50,7 +50,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fit_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+def test_a_killed_fit_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
     """In the second epoch, after a checkpoint in its middle."""
     reference = fit(kind, tmp_path / "reference")
     assert reference.rc == 0, reference.stdout + reference.stderr
@@ -75,7 +75,7 @@ def test_a_fit_that_is_killed_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.slow
-def test_a_fit_that_is_killed_at_any_moments_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_fit_killed_at_random_moments_resumes_bit_for_bit(tmp_path: Path) -> None:
     chance = random.Random(seed := random.randrange(10**6))
     reference, out = fit("dataset", tmp_path / "reference"), tmp_path / "run"
     killed_after = []
@@ -93,7 +93,7 @@ def test_a_fit_that_is_killed_at_any_moments_goes_on_bit_for_bit(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_fit_that_is_told_to_stop_saves_and_says_so(tmp_path: Path) -> None:
+def test_a_fit_saves_on_sigterm_and_reports_it(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with interrupted("dataset", out) as run:
         run.wait_for_step(4)
@@ -133,7 +133,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
         ("one", 1, "rank 0 at 'a fit with callbacks.Run', rank 1 at 'guard_plan'"),
     ],
 )
-def test_a_wrong_use_is_told(tmp_path: Path, kind: str, code: int, message: str) -> None:
+def test_misuse_is_reported(tmp_path: Path, kind: str, code: int, message: str) -> None:
     finished = fit(kind, tmp_path / "run")
     assert finished.rc == code, finished.stderr
     assert message in finished.stderr
@@ -163,7 +163,7 @@ def test_a_rank_that_hangs_or_fails_alone_ends_all_with_its_name(
 
 
 @pytest.mark.slow
-def test_a_resumed_epoch_outside_of_a_graph_in_which_a_rank_has_no_batch_ends_as_a_hang(tmp_path: Path) -> None:
+def test_a_resumed_eager_epoch_without_batches_exits_as_a_hang(tmp_path: Path) -> None:
     """Such a rank does not know what the others sum. Nothing is compiled: the first step has no time for that."""
     out = tmp_path / "run"
     with interrupted("eager", out) as run:

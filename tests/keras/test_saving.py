@@ -50,7 +50,7 @@ def directory(tmp_path: Path) -> str:
 
 
 @on_ranks(2, timeout=120)
-def test_a_saved_model_goes_on_where_it_was(collective: Collective, directory: str) -> None:
+def test_a_saved_model_resumes_its_training(collective: Collective, directory: str) -> None:
     for policy, name in (("float32", "plain"), ("mixed_float16", "scaled")):
         keras.config.set_dtype_policy(policy)
         path = Path(directory) / f"{name}-{collective.world.rank}.keras"

@@ -78,7 +78,7 @@ if os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "6":
 
 
 @pytest.mark.parametrize("limit", ["6", None])  # longer than one rank traces its first step after the other
-def test_a_callback_s_collective_that_a_rank_does_not_join_is_ended(limit: str | None, tmp_path: Path) -> None:
+def test_a_stalled_collective_of_a_callback_is_aborted(limit: str | None, tmp_path: Path) -> None:
     """By Horovod, which names both sides; after an hour unless the user says otherwise."""
     script = tmp_path / "script.py"
     script.write_text(STALLED)
@@ -111,7 +111,7 @@ print("the script goes on", flush=True)
 """
 
 
-def test_a_script_whose_thread_goes_on_is_ended_after_its_end(tmp_path: Path) -> None:
+def test_a_script_exits_despite_a_running_thread(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LEAVING)
     env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
@@ -147,7 +147,7 @@ hvd.allreduce([1.0])
         pytest.param("alone", ["KeyError"], marks=pytest.mark.slow),
     ],
 )
-def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, how: str, tracebacks: list[str]) -> None:
+def test_an_error_of_all_ranks_is_shown_once(tmp_path: Path, how: str, tracebacks: list[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILING)
     env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
@@ -197,7 +197,7 @@ model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-def test_a_script_that_leaves_the_ranks_too_early_is_told_so(tmp_path: Path, how: str) -> None:
+def test_a_script_that_exits_before_the_other_ranks_is_reported(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"
     rest, message = ENDINGS[how]
     script.write_text(BEGINNING + rest)
@@ -209,7 +209,7 @@ def test_a_script_that_leaves_the_ranks_too_early_is_told_so(tmp_path: Path, how
 
 
 @pytest.mark.slow
-def test_a_rank_whose_data_do_not_fit_its_model_ends_all_by_what_keras_says(tmp_path: Path) -> None:
+def test_wrong_data_on_one_rank_stop_all_with_the_keras_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNFIT)
     env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")

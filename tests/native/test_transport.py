@@ -69,7 +69,7 @@ def test_the_operation_compiles_without_a_warning() -> None:
     )
 
 
-def test_a_library_that_does_not_compile_leaves_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_removes_the_older_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "libringtrain.so"
     monkeypatch.setattr(build, "LIBRARY", library)
     for compiler, reason in (("false", "false ended with 1: "), ("no-such-compiler", "No such file")):

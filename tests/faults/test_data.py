@@ -66,7 +66,7 @@ INJURIES = (empty_one, cut_one, replace_one, resize_one, remove_one, remove_clas
 @pytest.mark.parametrize(
     "injure", [pytest.param(injure, id=injure.__name__, marks=pytest.mark.slow) for injure in INJURIES]
 )
-def test_data_that_go_bad_while_a_run_trains_end_it_and_are_named(
+def test_data_damaged_during_a_run_stop_it_and_are_named(
     injure: Callable[[Path], None], tmp_path: Path, record_property: Record
 ) -> None:
     data, out = tmp_path / "data", tmp_path / "run"
@@ -94,7 +94,7 @@ def test_data_that_go_bad_while_a_run_trains_end_it_and_are_named(
 @pytest.mark.parametrize(
     "injure", [pytest.param(injure, id=injure.__name__, marks=pytest.mark.slow) for injure in INJURIES[:5]]
 )
-def test_a_run_that_may_skip_goes_on_without_the_sample_and_names_it(
+def test_on_bad_sample_skip_names_the_sample_and_continues(
     injure: Callable[[Path], None], tmp_path: Path, record_property: Record
 ) -> None:
     data, out = tmp_path / "data", tmp_path / "run"
@@ -118,7 +118,7 @@ def all_files_name(data: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(3))
-def test_a_rank_that_sees_other_data_is_named_before_the_first_step(
+def test_a_rank_with_other_data_is_named_before_the_first_step(
     rank: int, tmp_path: Path, record_property: Record
 ) -> None:
     data, other, out = tmp_path / "data", tmp_path / "other", tmp_path / "run"
@@ -141,7 +141,7 @@ def test_a_rank_that_sees_other_data_is_named_before_the_first_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raise", "end", "nothing"])
 @pytest.mark.parametrize("rank", range(3))
-def test_a_feed_that_raises_or_ends_early_on_one_rank_has_a_documented_end(
+def test_a_stream_that_fails_on_one_rank_has_a_documented_exit(
     rank: int, fault: str, tmp_path: Path, record_property: Record
 ) -> None:
     out = tmp_path / "run"

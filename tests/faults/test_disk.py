@@ -85,7 +85,7 @@ def assert_told(run: Run, code: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow) for what in MENDED])
-def test_a_run_whose_disk_fails_goes_on_once_it_is_mended(what: str, disk: Path, record_property: Record) -> None:
+def test_a_run_resumes_after_its_failed_disk_is_repaired(what: str, disk: Path, record_property: Record) -> None:
     injure, mend, words = MENDED[what]
     out = disk / "run"
     with running(out, env=SLOW_STEP, log=disk.with_name("log")) as run:
@@ -105,9 +105,7 @@ def test_a_run_whose_disk_fails_goes_on_once_it_is_mended(what: str, disk: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["full", "read-only"])
-def test_a_run_that_cannot_write_at_its_start_says_so_and_loses_nothing(
-    what: str, disk: Path, record_property: Record
-) -> None:
+def test_a_run_unable_to_write_at_start_fails_and_loses_nothing(what: str, disk: Path, record_property: Record) -> None:
     injure, mend, words = MENDED[what]
     out = disk / "run"
     run_to_end(out, "--steps", "7", log=disk.with_name("first.log"))
@@ -128,9 +126,7 @@ def test_a_run_that_cannot_write_at_its_start_says_so_and_loses_nothing(
 
 
 @pytest.mark.slow
-def test_checkpoints_that_do_not_fit_are_told_and_the_run_goes_on_to_its_end(
-    disk: Path, record_property: Record
-) -> None:
+def test_checkpoints_that_do_not_fit_do_not_stop_training(disk: Path, record_property: Record) -> None:
     """What it cannot do without is its last checkpoint, and the record of its last step."""
     out = disk / "run"
     flags = ("--log_every", "1000", "--eval_every_epochs", "0", "--check_replicas_every", "0")
@@ -177,7 +173,7 @@ LIMITS: dict[str, tuple[int, Callable[[int], int], str]] = {
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow) for what in LIMITS])
-def test_a_limit_of_the_process_is_told_and_nothing_is_lost(what: str, tmp_path: Path, record_property: Record) -> None:
+def test_a_process_limit_is_reported_and_nothing_is_lost(what: str, tmp_path: Path, record_property: Record) -> None:
     """Set from outside while the run trains, as a site's administrator may."""
     out = tmp_path / "run"
     number, limit_of, words = LIMITS[what]

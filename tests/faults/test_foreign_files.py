@@ -129,9 +129,7 @@ PLACES: list[tuple[Any, ...]] = [
         (("files",), []), (("files", "variables.bin", "sha256"), 7), (("files", "variables.bin"), {"bytes": 20}),
     ],
 )  # fmt: skip
-def test_a_manifest_of_wrong_values_is_damaged_and_the_one_before_it_is_taken(
-    pristine: Path, keys: tuple[Any, ...], value: Any
-) -> None:
+def test_a_manifest_with_wrong_values_counts_as_damaged(pristine: Path, keys: tuple[Any, ...], value: Any) -> None:
     with copy_of(pristine) as path:
         newest = path / "checkpoints" / step_name(NEWEST)
         sign(newest, change_at(read_content(newest), keys, value))
@@ -219,7 +217,7 @@ def assert_reported(path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ODD_LINES, ids=lambda line: line[:45])
-def test_an_odd_event_stops_neither_the_run_nor_its_report(pristine: Path, line: str) -> None:
+def test_an_unknown_event_does_not_stop_a_run_or_its_report(pristine: Path, line: str) -> None:
     with copy_of(pristine) as path:
         add_lines(path, [line, '{"event": "note", "text": "mine"}'])
         assert_reported(path)
@@ -309,7 +307,7 @@ def test_any_settings_are_taken_or_refused(pristine: Path, values: dict[str, Any
     name=st.sampled_from(["run.json", "checkpoints/best", "stop", ".lease/000007"]),
     data=st.binary(max_size=40) | anything.map(lambda value: json.dumps(value).encode()),
 )
-def test_any_small_file_stands_in_nobodys_way(pristine: Path, name: str, data: bytes) -> None:
+def test_small_files_of_any_content_do_not_prevent_a_resume(pristine: Path, name: str, data: bytes) -> None:
     with copy_of(pristine) as path:
         with contextlib.suppress(FileNotFoundError):
             (path / name).unlink()
@@ -321,7 +319,7 @@ def test_any_small_file_stands_in_nobodys_way(pristine: Path, name: str, data: b
 
 @pytest.mark.parametrize("name", [METRICS_FILE, CONFIG_FILE, "run.json", ".lease/000009"])
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "device"])
-def test_what_is_no_file_is_not_waited_for(pristine: Path, name: str, make: Callable[[Path], None]) -> None:
+def test_special_files_do_not_block(pristine: Path, name: str, make: Callable[[Path], None]) -> None:
     with copy_of(pristine) as path:
         (path / name).unlink(missing_ok=True)
         make(path / name)
@@ -330,7 +328,7 @@ def test_what_is_no_file_is_not_waited_for(pristine: Path, name: str, make: Call
         assert all(is_untouched(pristine, path, step) for step in (5, 10, NEWEST))
 
 
-def test_a_name_of_another_step_takes_no_other_checkpoint_with_it(tmp_path: Path) -> None:
+def test_a_renamed_checkpoint_does_not_discard_newer_ones(tmp_path: Path) -> None:
     """A checkpoint that was renamed had all newer ones than its own step set aside as damaged."""
     make_run(tmp_path / "run")
     root = tmp_path / "run/checkpoints"

@@ -186,9 +186,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @slowly
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 4))
-def test_a_run_directory_of_any_damage_is_opened_or_refused_and_keeps_what_is_whole(
-    pristine: Path, seed: int, count: int
-) -> None:
+def test_whole_checkpoints_survive_any_damage_to_a_run_directory(pristine: Path, seed: int, count: int) -> None:
     generator = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run"

@@ -67,9 +67,7 @@ CASES: dict[str, tuple[list[str] | None, Callable[[Run], None], tuple[int, ...] 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_launcher_that_ends_takes_its_ranks_along_and_the_run_goes_on(
-    case: str, tmp_path: Path, record_property: Record
-) -> None:
+def test_ranks_exit_with_their_launcher_and_the_run_resumes(case: str, tmp_path: Path, record_property: Record) -> None:
     start, act, codes = CASES[case]
     out = tmp_path / "run"
     with running(out, start=start, env=SLOW_STEP) as run:
@@ -114,7 +112,7 @@ def cgroup() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(2))
-def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_named_with_the_limit(
+def test_an_out_of_memory_kill_names_the_rank_and_the_limit(
     rank: int, cgroup: Path, tmp_path: Path, record_property: Record
 ) -> None:
     out, here = tmp_path / "run", tmp_path / "here"

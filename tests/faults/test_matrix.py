@@ -69,7 +69,7 @@ def test_a_fault_is_answered(case: Case, tmp_path: Path, record_property: Callab
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SHARED_OUT])
 @pytest.mark.timeout(REACH_SECONDS + LONG_SECONDS + ANSWER_SECONDS + 120)
-def test_so_it_is_where_the_update_is_shared_out_and_xla_compiles(
+def test_a_fault_in_sharded_training_is_answered(
     case: Case, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
     """It goes on in one process, which has all slots."""

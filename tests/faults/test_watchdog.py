@@ -24,7 +24,7 @@ NODE = socket.gethostname()
 
 
 @pytest.mark.slow
-def test_ranks_that_are_all_stopped_for_a_while_go_on(tmp_path: Path) -> None:
+def test_ranks_that_are_all_suspended_for_a_while_continue(tmp_path: Path) -> None:
     with running(tmp_path / "run", *WATCHED, np=2, env=SLOW_STEP) as run:
         run.wait_for_step(MOVING)
         pids = [run.rank_pid(rank) for rank in range(2)]
@@ -55,7 +55,7 @@ def test_a_long_start_and_long_saves_are_no_hang(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_wakes_up_after_the_others_have_left_writes_nothing_and_goes(rank: int, tmp_path: Path) -> None:
+def test_a_rank_woken_after_the_others_exited_writes_nothing(rank: int, tmp_path: Path) -> None:
     """Its launcher is stopped, so that nobody else ends it."""
     with running(tmp_path / "run", *WATCHED, np=2, env=SLOW_STEP) as run:
         run.wait_for_step(MOVING)
@@ -96,7 +96,7 @@ def files_below(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_slow_at_computing_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_and_the_run_continues(tmp_path: Path) -> None:
     env = {"RINGTRAIN_TEST_HANG": "busy", "RINGTRAIN_TEST_HANG_RANK": "1"}
     with running(tmp_path / "run", *WATCHED, np=2, env=env) as run:
         run.wait_for("a warning", lambda: bool(events(run.out, "warning")), timeout=200)
@@ -121,7 +121,7 @@ def test_a_rank_that_is_slow_at_waiting_is_no_straggler(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_where_no_launcher_ends_the_others_they_leave_once_a_rank_has_died(rank: int, tmp_path: Path) -> None:
+def test_ranks_exit_without_a_launcher_after_a_rank_died(rank: int, tmp_path: Path) -> None:
     with running(tmp_path / "run", *WATCHED, np=2, env=SLOW_STEP) as run:
         run.wait_for_step(MOVING)
         other = run.rank_pid(1 - rank)

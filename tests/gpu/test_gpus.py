@@ -33,7 +33,7 @@ def test_one_process_takes_the_first_gpu(tmp_path: Path) -> None:
     assert re.search(r"^  rank 0 on .*: GPU 0, \d+ thread", finished.stdout, re.MULTILINE)
 
 
-def test_where_no_gpu_is_visible_cores_compute(tmp_path: Path) -> None:
+def test_without_visible_gpus_a_run_uses_cores(tmp_path: Path) -> None:
     finished = run_ringtrain("--steps", "20", "--out", str(tmp_path / "run"), env={"CUDA_VISIBLE_DEVICES": ""})
     assert finished.rc == 0, finished.stderr
     assert re.search(r"^  rank 0 on .*: cores? ", finished.stdout, re.MULTILINE)
@@ -54,7 +54,7 @@ def test_each_rank_takes_the_gpu_of_its_local_rank(tmp_path: Path) -> None:
         assert re.search(rf"^  rank {rank} on .*: GPU {rank}, ", finished.stdout, re.MULTILINE)
 
 
-def test_two_ranks_train_what_one_trains() -> None:
+def test_two_ranks_equal_one() -> None:
     finished = run_ringtrain("verify", "--world_sizes", "1,2", "--workload", "digits", env=SHARED)
     assert finished.rc == 0, finished.stdout + finished.stderr
 
@@ -91,7 +91,7 @@ def test_xla_compiles_a_step_that_trains_the_same(tmp_path: Path) -> None:
     assert losses[2] == pytest.approx(losses[1], rel=0.05)  # by itself
 
 
-def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     flags = ("--deterministic", "true")
     run_to_end(whole, *flags, np=1)
@@ -117,7 +117,7 @@ def test_sums_of_every_size_are_right(ranks: int) -> None:
     assert [f"rank {rank} of {ranks} on GPU" in finished.stdout for rank in range(ranks)] == ranks * [True]
 
 
-def test_the_doctor_finds_nothing_wrong() -> None:
+def test_the_doctor_finds_no_fault() -> None:
     finished = run_ringtrain("doctor")
     assert finished.rc == 0, finished.stdout
     assert "NCCL" in finished.stdout

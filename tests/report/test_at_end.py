@@ -43,7 +43,7 @@ def end_run(path: Path, error: BaseException | None, may_write: Callable[[], Non
         (KeyboardInterrupt(), "failed, exit code 1: KeyboardInterrupt"),
     ],
 )
-def test_a_run_that_ends_leaves_its_report(error: BaseException | None, status: str, tmp_path: Path) -> None:
+def test_a_run_writes_its_report_at_the_end(error: BaseException | None, status: str, tmp_path: Path) -> None:
     if error is None:
         assert end_run(tmp_path / "run", None) == ""
     else:

@@ -44,7 +44,7 @@ def test_images_are_found_among_tensorboards_events(event_file: Path) -> None:
         assert [pixel(address) for address in images] == [pytest.approx(step / 20 * 255, abs=1)] * 3
 
 
-def test_an_event_file_that_is_cut_off_or_damaged_gives_what_it_can(event_file: Path, tmp_path: Path) -> None:
+def test_a_cut_or_damaged_event_file_is_read_as_far_as_possible(event_file: Path, tmp_path: Path) -> None:
     whole = event_file.read_bytes()
     cut = tmp_path / "cut"
     for length in range(0, len(whole), 397):

@@ -67,7 +67,7 @@ def test_the_curves_that_are_drawn_are_those_of_the_events(browser: Page, run: P
     assert browser.evaluate("document.querySelectorAll('.plot .scatterlayer path.js-line').length") == 6
 
 
-def test_the_page_asks_for_nothing_and_says_nothing_wrong(browser: Page, compared: Path, run: Path) -> None:
+def test_the_page_makes_no_requests_and_logs_no_errors(browser: Page, compared: Path, run: Path) -> None:
     for path in (run / "report.html", compared):
         browser.show(path)
         assert browser.evaluate("document.documentElement.dataset.ready") is not None
@@ -141,7 +141,7 @@ def test_arrow_keys_read_the_values(browser: Page, run: Path) -> None:
     assert browser.evaluate(SPOKEN).endswith(f"evaluation : (10, {float(format(evaluated[0]['loss'], '.4g'))})")
 
 
-def test_what_happened_is_read_out_where_it_happened(browser: Page, run: Path) -> None:
+def test_keyboard_navigation_reads_out_events_at_their_steps(browser: Page, run: Path) -> None:
     browser.show(run / "report.html")
     browser.evaluate(FOCUS_CHART)
     browser.press("Home")
@@ -188,7 +188,7 @@ def test_everything_is_reached_by_tab_with_a_focus_that_is_seen(browser: Page, c
     assert {"axis", "Summary of the runs", "Events"} <= set(reached)
 
 
-def test_a_mouse_shows_values_and_enlarges_what_it_drags_across(browser: Page, run: Path) -> None:
+def test_a_mouse_shows_values_and_zooms_into_a_dragged_range(browser: Page, run: Path) -> None:
     browser.show(run / "report.html")
     first, last, y = browser.evaluate(
         "(() => { const area = document.querySelector('.plot .nsewdrag').getBoundingClientRect(); "

@@ -63,7 +63,7 @@ def make_damaged(path: Path, kind: str) -> Path:
         ("damaged events", "holds nothing to report: it contains no event"),
     ],
 )
-def test_what_is_no_run_is_refused_in_one_line(
+def test_a_directory_without_a_run_gives_a_one_line_error(
     kind: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_damaged(tmp_path / "run", kind)
@@ -81,13 +81,13 @@ def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.Captur
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_path_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "no" / "report.html"
     assert main(["report", str(make_run(tmp_path / "run")), "--output", str(target)]) == 2
     assert f"cannot be written to {str(target)!r}: No such file or directory" in capsys.readouterr().err
 
 
-def test_the_last_line_says_where_the_report_is(
+def test_the_last_line_gives_the_path_of_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def test_a_last_line_that_is_being_written_is_normal(cut: int) -> None:
     assert events == (expected if cut == 1 else expected[:-1])
 
 
-def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[3:3] = ['{"event": "tr', '{"event": "train", "step": "3"}', "[" * 100_000, '{"event": "train", "step": true}']
@@ -152,7 +152,7 @@ def test_curves_hold_the_values_of_the_events() -> None:
     assert not any(name.endswith(("/time", "/seconds", "/samples", "/epoch")) for name in curves)
 
 
-def test_what_is_not_finite_breaks_no_curve() -> None:
+def test_nonfinite_values_do_not_break_a_curve() -> None:
     values: list[Any] = ["nan", 1.0, "inf", 2.0, None, "-inf", 10**400, "text", True]
     curve = make_curves([{"event": "train", "step": step, "loss": value} for step, value in enumerate(values)])[
         "train/loss"
@@ -174,9 +174,7 @@ def test_of_a_step_that_is_there_twice_the_later_counts() -> None:
     strides=st.lists(st.integers(1, 50), min_size=400, max_size=400),
     max_points=st.integers(2, 50),
 )
-def test_thinning_keeps_the_smallest_and_the_largest_of_each_stretch(
-    values: list[float], strides: list[int], max_points: int
-) -> None:
+def test_thinning_keeps_the_extremes_of_each_interval(values: list[float], strides: list[int], max_points: int) -> None:
     steps, logged = np.cumsum(strides[: len(values)]).astype(float), np.array(values)
     curve = thin(steps, None, logged, max_points=max_points)
     assert len(curve.steps) <= max_points
@@ -193,7 +191,7 @@ def test_thinning_keeps_the_smallest_and_the_largest_of_each_stretch(
         before = end
 
 
-def test_a_hundred_thousand_steps_are_thinned_to_what_a_chart_can_show(tmp_path: Path) -> None:
+def test_curves_of_100_000_steps_are_thinned(tmp_path: Path) -> None:
     events = [START, *(train_event(step) for step in range(1, 100_001)), eval_event(100_000)]
     page = make_page([read_run(make_run(tmp_path / "run", timed(events)))])
     assert len(page) < 6_000_000
@@ -203,7 +201,7 @@ def test_a_hundred_thousand_steps_are_thinned_to_what_a_chart_can_show(tmp_path:
 # --- Charts and marks ---
 
 
-def test_a_loss_over_more_than_two_decades_has_a_logarithmic_axis() -> None:
+def test_a_loss_over_two_decades_has_a_logarithmic_axis() -> None:
     def scale(first: float, last: float) -> str:
         events = [train_event(1, loss=first), train_event(2, loss=last)]
         [chart] = [chart for chart in plan_charts([make_curves(events)]) if chart.title == "Loss"]
@@ -212,7 +210,7 @@ def test_a_loss_over_more_than_two_decades_has_a_logarithmic_axis() -> None:
     assert [scale(1, 0.02), scale(1, 0.005), scale(1, 0), scale(1, -5)] == ["linear", "log", "linear", "linear"]
 
 
-def test_the_loss_on_the_data_is_drawn_where_it_is_another() -> None:
+def test_the_loss_on_the_data_is_drawn_if_it_differs() -> None:
     def titles(**values: Any) -> list[str]:
         return [chart.title for chart in plan_charts([make_curves([train_event(1, **values), eval_event(1)])])]
 
@@ -282,7 +280,7 @@ KILLED = [at(0, START), at(3, train_event(20)), at(100, START | {"first_step": 2
     ],
     ids=["whole", "killed", "preempted", "diverged", "mistyped", "hung", "split", "no times", "no steps"],
 )  # fmt: skip
-def test_the_time_is_split_into_what_it_went_to(events: list[dict[str, Any]], expected: dict[str, float]) -> None:
+def test_the_time_is_split_by_activity(events: list[dict[str, Any]], expected: dict[str, float]) -> None:
     assert split_time(events) == pytest.approx(expected)
 
 
@@ -295,7 +293,7 @@ def test_durations_are_written_in_their_two_largest_units(seconds: float, text: 
     assert format_seconds(seconds) == text
 
 
-def test_the_ranks_of_the_last_start_are_listed_with_what_they_used(tmp_path: Path) -> None:
+def test_the_ranks_of_the_last_start_are_listed_with_their_usage(tmp_path: Path) -> None:
     places = [{"node": f"n{rank}", "pid": 7, "device": "CPU", "cores": "0-3"} for rank in range(2)]
     usage = [{"input_sec": 2.0, "peak_memory_mib": 1500 + rank} for rank in range(2)]
     events = [START | {"ranks": places[:1]}, END, START | {"ranks": places}, END | {"ranks": usage}]
@@ -320,7 +318,7 @@ def test_the_stacks_of_a_hang_are_listed_by_their_ranks(tmp_path: Path) -> None:
     assert list_stacks(RunRecord(path=tmp_path, events=[START, hang, START])) == []
 
 
-def test_a_fit_has_the_settings_of_its_callback_alone() -> None:
+def test_a_fit_shows_only_the_settings_of_its_callback() -> None:
     source = (Path(ringtrain.__file__).parent / "keras/run.py").read_text()
     [run] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == "Run"]
     [init] = [node for node in run.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
@@ -340,14 +338,14 @@ def summarize(run: RunRecord) -> dict[str, str]:
     return {fact.name: f"{fact.value} {fact.note}".strip() for fact in list_facts(run)}
 
 
-def test_the_summary_of_a_run_that_stopped_between_lines_has_the_step_that_it_saved(tmp_path: Path) -> None:
+def test_the_summary_of_a_stopped_run_shows_the_saved_step(tmp_path: Path) -> None:
     saved = {"event": "checkpoint", "step": 37, "path": "checkpoints/step-000000037"}
     assert summarize(RunRecord(path=tmp_path, events=[START, train_event(30), saved]))["Steps"] == "37 of 40"
     resumed = [START | {"first_step": 37}]
     assert summarize(RunRecord(path=tmp_path, events=resumed))["Steps"] == "37 of 40"
 
 
-def test_the_summary_of_a_fit_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
+def test_the_summary_of_a_fit_omits_unknown_facts(tmp_path: Path) -> None:
     start = {"event": "start", "workload": "fit of a.py", "size": 2, "first_step": 0, "parameters": 227}
     facts = summarize(RunRecord(path=tmp_path, events=[start, train_event(2), eval_event(2)]))
     assert facts["Samples trained on"].startswith("128")
@@ -364,7 +362,7 @@ def test_an_end_is_named_in_plain_words() -> None:
     assert {kind.status() for kind in kinds if kind.__module__.startswith("ringtrain.")} - one_word <= set(STATUS_WORDS)
 
 
-def test_settings_that_differ_are_told_apart_from_those_that_do_not() -> None:
+def test_differing_and_equal_settings_are_listed_separately() -> None:
     differing, same = compare_settings([{"seed": 0, "lr": 0.1, "steps": None}, {"seed": 0, "lr": 0.2}])
     assert differing == [("lr", ["0.1", "0.2"]), ("steps", ["null", "not set"])]
     assert [(fact.name, fact.value) for fact in same] == [("seed", "0")]

@@ -44,7 +44,7 @@ def parse_page(page: str) -> Elements:
     return elements
 
 
-def test_what_files_say_is_shown_as_text(tmp_path: Path) -> None:
+def test_file_contents_are_shown_as_text(tmp_path: Path) -> None:
     hostile_events = timed([
         START | {"node": HOSTILE, "launcher": HOSTILE, "size": HOSTILE, "versions": {HOSTILE: HOSTILE},
                  "ranks": [{"node": HOSTILE}]},
@@ -114,7 +114,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not list(run.glob(".writing*"))
 
 
-def test_what_is_no_character_does_not_hinder_a_report(tmp_path: Path) -> None:
+def test_lone_surrogates_do_not_prevent_a_report(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [START, {"event": "warning", "message": "half a pair: \ud800."}])
     write_report([run], run / "report.html")
     assert "half a pair: ?." in (run / "report.html").read_text()

@@ -27,7 +27,7 @@ def write_script(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_srun_runs_on_both_nodes_each_a_host_of_its_own(cluster: Cluster) -> None:
+def test_srun_runs_on_two_separate_hosts(cluster: Cluster) -> None:
     finished = cluster.run(["srun", "--nodes=2", "bash", "-c", "echo $(hostname) $(readlink /proc/self/ns/pid) $HOME"])
     assert finished.rc == 0, finished.stderr
     lines = [line.split() for line in finished.stdout.splitlines()]
@@ -88,7 +88,7 @@ with Cluster() as cluster:
 
 
 @pytest.mark.slow
-def test_two_nodes_sum_natively_what_horovod_sums(cluster: Cluster, tmp_path: Path) -> None:
+def test_native_sums_on_two_nodes_equal_horovod_s(cluster: Cluster, tmp_path: Path) -> None:
     """Two ranks on each, which meet in the memory of their node, and by MPI those of the other."""
     variables, env = [], {"PYTHONPATH": str(REPOSITORY)}
     for backend in ("horovod", "native"):
@@ -103,7 +103,7 @@ def test_two_nodes_sum_natively_what_horovod_sums(cluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_no_process_and_no_mount_of_a_cluster_outlives_its_parent(number: signal.Signals) -> None:
+def test_no_process_or_mount_of_a_cluster_outlives_its_parent(number: signal.Signals) -> None:
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:
         assert parent.stdout is not None

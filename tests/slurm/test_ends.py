@@ -17,9 +17,7 @@ from tests.world.running import last_step
 SLOW = ("--env", f"{STEP_SECONDS}=0.2")
 
 
-def test_a_held_run_refuses_a_second_job_and_a_killed_rank_starts_its_job_again(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_second_job_is_refused_and_a_killed_rank_requeues(cluster: Cluster, tmp_path: Path) -> None:
     """As often as --max_restarts says, as there is no newer checkpoint."""
     saves_nothing = [*lasting(tmp_path / "run"), "--checkpoint_every", "1000"]
     options = (*ON_TWO_NODES, "--max_restarts", "1", "--env", f"{STEP_SECONDS}=1")
@@ -58,9 +56,7 @@ def test_a_cancelled_job_saves_and_does_not_start_again(cluster: Cluster, tmp_pa
 
 
 @pytest.mark.slow
-def test_where_a_requeue_is_refused_another_job_goes_on_and_restarts_are_bounded(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_without_requeue_another_job_resumes_up_to_the_limit(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = submit_by_hand(cluster, out, *ON_ONE_NODE, *SLOW, "--max_requeues", "1", sbatch="--no-requeue")
     first.wait_for_step(3)

@@ -57,7 +57,7 @@ def test_a_fit_that_is_kept_starts_again_as_well(cluster: Cluster, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_stops_itself_before_its_time_limit_and_starts_again(
+def test_a_run_stops_before_its_time_limit_and_is_requeued(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob
 ) -> None:
     # Slurm tells it nothing. It leaves itself 10 s to save.
@@ -75,7 +75,7 @@ def test_a_run_stops_itself_before_its_time_limit_and_starts_again(
 
 
 @pytest.mark.slow
-def test_slurm_tells_a_run_to_stop_before_its_time_limit_and_starts_it_again(
+def test_slurm_s_signal_before_the_time_limit_requeues_a_run(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob
 ) -> None:
     job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--time", "9", "--env", f"{STEP_SECONDS}=1")

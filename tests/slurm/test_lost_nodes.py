@@ -14,7 +14,7 @@ from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, as
 
 
 @pytest.mark.slow
-def test_a_run_outlives_its_nodes_and_fences_the_writer_on_a_lost_one(
+def test_a_run_survives_lost_nodes_and_fences_their_writer(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob
 ) -> None:
     job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--env", f"{STEP_SECONDS}=0.25")
@@ -48,7 +48,7 @@ def test_a_run_outlives_its_nodes_and_fences_the_writer_on_a_lost_one(
 
 
 @pytest.mark.slow
-def test_a_run_on_two_nodes_waits_for_another_where_it_loses_one(
+def test_a_run_that_lost_one_of_two_nodes_waits_for_another(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob
 ) -> None:
     job = submit(cluster, tmp_path / "run", *ON_TWO_NODES, "--env", f"{STEP_SECONDS}=0.1")

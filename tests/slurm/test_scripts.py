@@ -13,9 +13,7 @@ from tests.slurm.conftest import HOSTILE, HOSTILE_NAME
 from tests.slurm.jobs import ON_ONE_NODE, RunJob, launch_slurm
 
 
-def test_names_and_paths_arrive_byte_for_byte_and_nothing_in_them_is_executed(
-    slurm: Cluster, undisturbed: RunJob
-) -> None:
+def test_names_and_paths_are_passed_unchanged_and_not_executed(slurm: Cluster, undisturbed: RunJob) -> None:
     number, directory = undisturbed.number, undisturbed.out.parent
     assert slurm.ask("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%j") == f"{HOSTILE_NAME}\n"
     output, run = f"{HOSTILE_NAME}-{number}.out", f"run of {HOSTILE}"
@@ -26,7 +24,7 @@ def test_names_and_paths_arrive_byte_for_byte_and_nothing_in_them_is_executed(
 
 
 @pytest.mark.parametrize("name", ["a %j b", "a \\b"])
-def test_a_directory_is_refused_of_which_slurm_would_make_another(slurm: Cluster, tmp_path: Path, name: str) -> None:
+def test_a_directory_that_slurm_would_misread_is_refused(slurm: Cluster, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     finished = launch_slurm(slurm, "submit", *ON_ONE_NODE, cwd=tmp_path / name)
     assert finished.rc == 2
@@ -73,7 +71,7 @@ def test_sbatch_takes_every_template(cluster: Cluster, tmp_path: Path, options: 
     assert tested.rc == 0, tested.stderr
 
 
-def test_each_rank_is_shown_all_gpus_of_its_node_and_the_cores_of_one_rank(cluster: Cluster, tmp_path: Path) -> None:
+def test_each_rank_sees_all_gpus_of_its_node_and_its_own_cores(cluster: Cluster, tmp_path: Path) -> None:
     tell = tmp_path / "tell"
     tell.write_text('#!/bin/bash\necho "$SLURMD_NODENAME $SLURM_LOCALID $CUDA_VISIBLE_DEVICES $SLURM_CPUS_PER_TASK"\n')
     tell.chmod(0o755)

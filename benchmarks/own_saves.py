@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -64,15 +63,13 @@ def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[floa
     from ringtrain.run.directory import RunDirectory
     from ringtrain.run.progress import Progress
     from ringtrain.run.store import find_newest
-    from ringtrain.terminal.console import Console
     from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
 
     batches = iter(job.batches)
     facts = describe_run(job.config, job.collective.world.size, None)
     writer = None
     if job.collective.world.is_rank0:
-        console = Console(sys.stderr, is_terminal=False)
-        writer = CheckpointWriter(RunDirectory(directory), keep=3, print_line=console.line, last_step=0)
+        writer = CheckpointWriter(RunDirectory(directory), keep=3, last_step=0)
     seconds: list[float] = []
     fault = ""
     for step in range(1, (NUM_SAVES + 1) * STEPS_BETWEEN + 1):  # one save more than is counted

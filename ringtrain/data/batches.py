@@ -18,6 +18,7 @@ from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Batch, explain_change
 from ringtrain.data.sources import SAME_REMEDY, BadSample, Source, is_fallible
 from ringtrain.errors import DataError
+from ringtrain.messages.log import LOG
 from ringtrain.runtime.world import World
 
 MAX_NAMED = 5
@@ -83,7 +84,6 @@ class CountedBatches(Batches):
         order: SampleOrder,
         *,
         find_bad: FindBad | None = None,
-        print_line: Callable[[str], None] = lambda line: None,
         place_before: Callable[[int], tuple[int, bytes]] | None = None,
         **steps: Any,
     ) -> None:
@@ -91,7 +91,7 @@ class CountedBatches(Batches):
         super().__init__(dataset, **steps)
         self._place_before = place_before
         self._collective, self._order = collective, order
-        self._find_bad, self._print_line = find_bad, print_line
+        self._find_bad = find_bad
         self._upcoming: Batch | None = None
         self._next_step, self._global_count = self._first_step, 0
         self._remaining: Iterator[Batch] = iter(())
@@ -164,7 +164,7 @@ class CountedBatches(Batches):
         left_out = np.setdiff1d(planned, good)
         mine = [list(bad) for bad in name_bad(left_out, find_bad)]
         all_bad = [BadSample(*bad) for ranks in all_gather_object(self._collective, mine, name="bad") for bad in ranks]
-        self._print_line(f"warning: step {step + 1}: left out {describe_bad(all_bad)}")
+        LOG.warning(f"step {step + 1}: left out {describe_bad(all_bad)}")
         if not self._global_count:
             raise DataError(
                 f"none of the {self._order.global_count(step)} samples of step {step + 1} can be read: "

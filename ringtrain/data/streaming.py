@@ -28,6 +28,7 @@ from ringtrain.data.pipeline import (
 from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.log import LOG
 from ringtrain.runtime.world import World
 
 PAIR_REMEDY = "Weights of samples go into y, such as {'label': ..., 'weight': ...}, and the workload's loss uses them."
@@ -44,7 +45,6 @@ def streaming_batches(
     end_step: int,
     num_threads: int,
     augment: Augment | None = None,
-    print_line: Callable[[str], None] = lambda line: None,
     place: IteratorState = NO_STATE,
 ) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception], IteratorStates]:
     """Open this rank's batches; ``end_step`` is exclusive. Every rank must call it.
@@ -65,13 +65,13 @@ def streaming_batches(
     skipped, seconds = first_step if feed.goes_on else first_step % order.steps_per_epoch, time.monotonic() - begin
     if skipped and feed.replays and (not place[1] or seconds >= TELLING_SECONDS):
         what = "the pipeline was replayed up to" if feed.goes_on else "the pass was replayed up to its"
-        print_line(f"{what} step {skipped:,}, in {seconds:.1f} s")
+        LOG.info(f"{what} step {skipped:,}, in {seconds:.1f} s")
     shown = first[1:] if first else None
     if shown is None and first_step:  # this rank has no more batches: use its first for the spec
         before = next(feed.open_pass(_pass_of(order, world, 0), 0), None)
         shown = None if before is None else (as_arrays(before[0]), as_arrays(before[1]))
     form = agree_on_form(collective, shown)
-    _require_own_samples(feed, order, collective, shown, print_line)
+    _require_own_samples(feed, order, collective, shown)
     reader = _Reader(order, world, form, itertools.chain([first] if first else [], steps), augment)
 
     def trace() -> tf.data.Dataset:
@@ -211,9 +211,7 @@ def _open_steps(
         step = end
 
 
-def _require_own_samples(
-    feed: Feed, order: SampleOrder, collective: Collective, first: Any, print_line: Callable[[str], None]
-) -> None:
+def _require_own_samples(feed: Feed, order: SampleOrder, collective: Collective, first: Any) -> None:
     """Check that ranks read the same samples if they slice them, else different ones. Every rank must call it."""
     digests = all_gather_object(collective, _digest(first), name="first samples")
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -224,8 +222,8 @@ def _require_own_samples(
             reach="run",
         )
     if not (feed.is_shared or different) and len(digests) > 1:
-        print_line(
-            f"warning: all {len(digests)} ranks are fed the very same first batch, so that each sample counts "
+        LOG.warning(
+            f"all {len(digests)} ranks are fed the very same first batch, so that each sample counts "
             f"{len(digests)} times. Give each rank its own, by the rank and the size that your code is given."
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from ringtrain.guard.preflight import (
     find_first_difference,
     summarize,
 )
+from ringtrain.messages.log import LOG
 from ringtrain.messages.ranks import group_ranks, name_ranks
 
 
-def require_same_contents(collective: Collective, contents: Contents, print_line: Callable[[str], None]) -> None:
+def require_same_contents(collective: Collective, contents: Contents) -> None:
     """Compare arrays byte by byte, and files by samples of their bytes. Collective.
 
     Rounding, as between kinds of processors, only warns. ``require_same_sources`` must have passed.
@@ -53,8 +54,8 @@ def require_same_contents(collective: Collective, contents: Contents, print_line
             shown[f"{fact}, {place}"] = values
     if shown:
         raise DataError(describe_differences(OTHER_DATA, shown, nodes), reach="run")
-    print_line(
-        f"warning: the ranks' data are the same except for rounding ({'; '.join(rounded)}), as processors of different "
+    LOG.warning(
+        f"the ranks' data are the same except for rounding ({'; '.join(rounded)}), as processors of different "
         "kinds compute them."
     )
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 from ringtrain.data.tf_data import buffered_bytes, read_iterator_state, set_iterator_state
 from ringtrain.errors import DataError
 from ringtrain.keras.rank_state import Arrays, generator_states, set_generator_states
+from ringtrain.messages.log import LOG
 from ringtrain.runtime import activity
 
 MAX_STATE_BYTES = 16 * 2**20  # each save sends it to rank 0; larger ones (a buffer of shuffled images) are read again
@@ -32,8 +33,7 @@ class Position(NamedTuple):
 
 
 class Batches:
-    def __init__(self, print_line: Callable[[str], None]) -> None:
-        self._print_line = print_line
+    def __init__(self) -> None:
         self._start, self._state = Position(), b""
         self._generators: Arrays = {}  # when the current iterator was created
         self._saved_generators: Arrays = {}
@@ -111,9 +111,7 @@ class Batches:
             if first == start.batches and start.all_batches:
                 seconds = time.perf_counter() - began
                 if seconds >= 1.0:
-                    self._print_line(
-                        f"came to batch {start.batches + 1} of its epoch in the data after {seconds:.0f} s"
-                    )
+                    LOG.info(f"came to batch {start.batches + 1} of its epoch in the data after {seconds:.0f} s")
             yield numbers
         self._state = b""
 

@@ -20,7 +20,7 @@ from ringtrain.keras.step_sums import Gradients, StepSums, Sum, outermost_graph,
 from ringtrain.keras.votes import Votes
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.train_step import python_operations
-from ringtrain.training.creation import warn_of_python
+from ringtrain.training.creation import describe_python
 
 log = logging.getLogger("ringtrain")
 COMPRESSIONS: dict[Any, Compression] = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
@@ -165,8 +165,9 @@ class Exchange:
         graph, fit = outermost_graph(), Exchange._fit
         if graph is not None:
             self._traced_natively = self.may_sum_natively
-            if hvd.rank() == 0:
-                warn_of_python(lambda: python_operations(tf.compat.v1.get_default_graph()), log.warning)
+            inner = tf.compat.v1.get_default_graph()
+            if hvd.rank() == 0 and (why := describe_python(lambda: python_operations(inner))):
+                log.warning("warning: %s", why)
         is_of_all = self.settings.process_set == hvd.global_process_set and self.settings.op != hvd.Adasum
         votes = Exchange.votes if is_of_all else None
         given = [*gradients, *([] if votes is None else [votes.mine(gradients)]), tf.ones([], gradients[0].dtype)]

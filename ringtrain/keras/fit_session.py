@@ -60,7 +60,7 @@ class FitSession:
     ) -> None:
         self.model, self._others = model, list[keras.callbacks.Callback]()
         self._session, self._config, self._collective = session, session.config, session.collective
-        self.batches = Batches(session.console.line)
+        self.batches = Batches()
         self._start, self._is_complete = session.start, session.start.is_complete
         self._progress, self._step = session.progress, session.start.step
         self._votes = Votes()
@@ -328,7 +328,7 @@ class FitSession:
                 "Run(..., resume='never') starts a new run."
             )
             return
-        warn_of_best(self._config, line)
+        warn_of_best(self._config)
         where = f", at epoch {progress.epochs_done + 1}, batch {progress.batches_done + 1}"
         line(
             f"the run is kept in {path}"

@@ -20,6 +20,7 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
 from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED
+from ringtrain.messages.log import show_log
 from ringtrain.run.directory import FIT_OF, REPORT_FILE
 from ringtrain.runtime import activity, shutdown
 from ringtrain.runtime.activity import Phase
@@ -132,6 +133,7 @@ class Run(keras.callbacks.Callback):
                     requests.watch_launcher()
                 console = open_console(is_rank0=world.is_rank0)
                 with (
+                    show_log(console.line),
                     opened_together(config, collective, requests, watchdog, console) as session,
                     shutdown.ending_forked(),
                     explaining_lost_ranks(),

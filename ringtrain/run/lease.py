@@ -14,13 +14,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
 from ringtrain.files.bounded import make_directory, open_directory, read_small
+from ringtrain.messages.log import LOG
 from ringtrain.runtime.processes import read_process
 
 LEASE_DIRECTORY = ".lease"
@@ -80,9 +81,7 @@ class Lease:
                 os.utime(self._file, follow_symlinks=False)
 
 
-def acquire_lease(
-    run: Path, *, environ: Mapping[str, str], print_line: Callable[[str], None] = lambda line: None
-) -> Lease:
+def acquire_lease(run: Path, *, environ: Mapping[str, str]) -> Lease:
     """Become the writer; wait at most ``EXPIRY_SECONDS`` for a remote holder that may be gone."""
     directory = run / LEASE_DIRECTORY
     try:
@@ -91,7 +90,7 @@ def acquire_lease(
         for _ in range(100):
             newest = _newest_number(directory)
             if newest:
-                _wait_until_free(directory / _file_name(newest), run, environ, print_line)
+                _wait_until_free(directory / _file_name(newest), run, environ)
             if not _claim(directory, newest + 1, environ):
                 continue
             if _newest_number(directory) != newest + 1:  # a former holder's number: others came and went
@@ -164,18 +163,18 @@ def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> b
     return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
 
 
-def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str], print_line: Callable[[str], None]) -> None:
+def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str]) -> None:
     holder = read_small(file)
     if not holder or holder.get("released"):
         return
     if _is_former_start(holder, environ):
-        print_line(f"taking over from {_describe(holder)}: Slurm has started the job again")
+        LOG.info(f"taking over from {_describe(holder)}: Slurm has started the job again")
         return
     is_alive = _is_alive_here(holder)
     if is_alive is False:
         return
     if is_alive is None:
-        is_alive = _beats(file, holder, print_line)
+        is_alive = _beats(file, holder)
     if is_alive:
         raise UsageError(
             f"the run directory {str(run)!r} is being written by {_describe(holder)}. Wait until that run has ended, "
@@ -192,11 +191,11 @@ def _is_alive_here(holder: Mapping[str, Any]) -> bool | None:
     return seen["started"] is not None and seen["started"] == holder.get("started")
 
 
-def _beats(file: Path, holder: Mapping[str, Any], print_line: Callable[[str], None]) -> bool:
+def _beats(file: Path, holder: Mapping[str, Any]) -> bool:
     first = _modified(file)
     age = max(0.0, _file_system_time(file.parent) - first)  # negative if the clock was set back
     if age < EXPIRY_SECONDS:
-        print_line(
+        LOG.info(
             f"waiting up to {EXPIRY_SECONDS - age:.0f} s for a sign of life of the last writer, {_describe(holder)}"
         )
     end = time.monotonic() + EXPIRY_SECONDS - age

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.errors import DataError, UsageError
+from ringtrain.messages.log import LOG
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import (
     CONFIG_FILE,
@@ -62,14 +63,14 @@ class OpenedRun:
     identity: Mapping[str, Any]
 
 
-def open_run(config: Config, *, print_line: Callable[[str], None]) -> OpenedRun:
+def open_run(config: Config) -> OpenedRun:
     named = choose_directory(config)
     path = named.absolute()  # the workload may change the working directory
     refuse_other_kinds(path)
-    lease = acquire_lease(path, environ=os.environ, print_line=print_line)
+    lease = acquire_lease(path, environ=os.environ)
     directory = RunDirectory(path, may_write=lease.check, on_close=lease.close)
     try:
-        checkpoint = find_start(directory, config, print_line=print_line)
+        checkpoint = find_start(directory, config)
         is_complete = checkpoint is not None and is_finished(checkpoint, config)
         known = (read_identity(path) or as_identity(checkpoint.run.get("identity"))) if checkpoint else None
         identity = known or draw_identity(config.seed)
@@ -106,7 +107,7 @@ def choose_directory(config: Config) -> Path:
     return create_run_directory(wanted, is_anew=config.resume == "never")
 
 
-def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[[str], None]) -> Checkpoint | None:
+def find_start(directory: RunDirectory, config: Config) -> Checkpoint | None:
     """Return the checkpoint, None for a new run; raise if settings or run differ."""
     former = read_config(directory.path)
     if former is None:
@@ -116,14 +117,14 @@ def find_start(directory: RunDirectory, config: Config, *, print_line: Callable[
         refuse_other_settings(directory.path, former, to_plain(asdict(config)))
         refuse_other_run(directory, checkpoint, former)
     for damage in damages:
-        print_line(f"warning: {damage}")
+        LOG.warning(f"{damage}")
     if checkpoint is None:
         if config.resume == "must":
             raise UsageError(f"resume is 'must', but the run in {str(directory.path)!r} holds no checkpoint yet.")
-        print_line(f"the run in {directory.path} holds no checkpoint yet: it starts from the beginning")
+        LOG.info(f"the run in {directory.path} holds no checkpoint yet: it starts from the beginning")
         return None
     for moved in set_aside(directory.checkpoints, checkpoint.step):
-        print_line(f"warning: the damaged checkpoint is kept as {moved}")
+        LOG.warning(f"the damaged checkpoint is kept as {moved}")
     return checkpoint
 
 

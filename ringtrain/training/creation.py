@@ -16,6 +16,7 @@ from ringtrain.data.batches import Batches
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
+from ringtrain.messages.log import LOG
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.state import is_integer_or_bool
@@ -114,28 +115,27 @@ def create_step(
     )
 
 
-def warn_of_settings(
-    workload: Workload, config: Config, step: TrainStep, print_line: Callable[[str], None], *, is_parallel: bool
-) -> None:
-    warn_of_python(step.python_operations, print_line)
-    warn_of_own_step(step.model, print_line)
-    warn_of_best(config, print_line)
+def warn_of_settings(workload: Workload, config: Config, step: TrainStep, *, is_parallel: bool) -> None:
+    if why := describe_python(step.python_operations):
+        LOG.warning(why)
+    warn_of_own_step(step.model)
+    warn_of_best(config)
     if step.not_compiled:
-        print_line(f"XLA compiles no part of the step: {step.not_compiled}.")
+        LOG.info(f"XLA compiles no part of the step: {step.not_compiled}.")
     elif step.compiled is not None:
-        print_line("XLA compiles each rank's forward and backward pass; sums and update are not compiled.")
+        LOG.info("XLA compiles each rank's forward and backward pass; sums and update are not compiled.")
     if config.shard_optimizer and step.sharded is None:
-        print_line("warning: --shard_optimizer has no effect: a single rank updates all weights.")
+        LOG.warning("--shard_optimizer has no effect: a single rank updates all weights.")
     if is_parallel and config.accumulate > 1 and workload.needs_every_rank:
-        print_line(
-            f"warning: --accumulate {config.accumulate}: the loss of {type(workload).__name__} compares the samples of "
+        LOG.warning(
+            f"--accumulate {config.accumulate}: the loss of {type(workload).__name__} compares the samples of "
             "a micro-batch, and those of the ranks together are not those of one process. The ranks train similar "
             "weights, but not the same."
         )
     if is_parallel and (paths := find_micro_batch_state(config, step)):
         others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        print_line(
-            f"warning: --accumulate {config.accumulate} updates {paths[0]}{others} once for each micro-batch, and a "
+        LOG.warning(
+            f"--accumulate {config.accumulate} updates {paths[0]}{others} once for each micro-batch, and a "
             "rank's micro-batches are not those of one process: the ranks together train similar weights, but not the "
             "same. Without --accumulate there is one update for each step."
         )
@@ -146,10 +146,10 @@ def find_micro_batch_state(config: Config, step: TrainStep) -> list[str]:
     return [v.path for v in step.state if not is_integer_or_bool(v)] if config.accumulate > 1 else []
 
 
-def warn_of_best(config: Config, print_line: Callable[[str], None]) -> None:
+def warn_of_best(config: Config) -> None:
     if config.best_direction == "min" and config.best_metric.endswith(("accuracy", "acc")):
-        print_line(
-            f"warning: the best checkpoint is the one of the smallest {config.best_metric}; for the largest give "
+        LOG.warning(
+            f"the best checkpoint is the one of the smallest {config.best_metric}; for the largest give "
             "best_direction max."
         )
 
@@ -196,19 +196,20 @@ def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
         )
 
 
-def warn_of_python(find: Callable[[], Sequence[str]], print_line: Callable[[str], None]) -> None:
-    """Warn of a deadlock: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
-    if tf.config.threading.get_inter_op_parallelism_threads() == 1 and (names := find()):
-        print_line(
-            f"warning: the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A "
-            "tf.function in that code would wait for ever; in that case set TF_NUM_INTEROP_THREADS=2."
-        )
+def describe_python(find: Callable[[], Sequence[str]]) -> str:
+    """Describe a possible deadlock: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
+    if tf.config.threading.get_inter_op_parallelism_threads() != 1 or not (names := find()):
+        return ""
+    return (
+        f"the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A tf.function in "
+        "that code would wait for ever; in that case set TF_NUM_INTEROP_THREADS=2."
+    )
 
 
-def warn_of_own_step(model: keras.Model, print_line: Callable[[str], None]) -> None:
+def warn_of_own_step(model: keras.Model) -> None:
     if own := find_own_steps(model):
-        print_line(
-            f"warning: {' and '.join(own)} is never called: a step here is the workload's loss, metrics and optimizer. "
+        LOG.warning(
+            f"{' and '.join(own)} is never called: a step here is the workload's loss, metrics and optimizer. "
             "Train such a model by fit, under ringtrain.keras."
         )
 

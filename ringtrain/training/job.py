@@ -94,7 +94,6 @@ def create_job(
     adapt_model: Callable[[keras.Model], None] = lambda model: None,
     optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
     in_groups: bool | None = None,
-    print_line: Callable[[str], None] = lambda line: None,
 ) -> Job:
     """Read the data, create the model, trace the steps, and compare the ranks. Collective.
 
@@ -111,7 +110,6 @@ def create_job(
         config,
         collective,
         num_threads=num_threads,
-        print_line=print_line,
         places=start.progress.get("places", ()),
     )
     activity.set_phase(Phase.COMPILE, takes_long=True)
@@ -126,7 +124,7 @@ def create_job(
         return step, evaluated, create_eval_step(workload, config, step, evaluated, collective, spec)
 
     step, evaluated, eval_step = raise_on_all_ranks(collective, trace, name="step")
-    warn_of_settings(workload, config, step, print_line, is_parallel=collective.world.size > 1)
+    warn_of_settings(workload, config, step, is_parallel=collective.world.size > 1)
     job = Job(
         workload=workload,
         config=config,
@@ -141,7 +139,7 @@ def create_job(
         times=StepTimes(times_communication=step.times_communication),
         contents=contents,
     )
-    require_same_job(job, sources, print_line)
+    require_same_job(job, sources)
     return job
 
 
@@ -172,7 +170,7 @@ def open_evaluation(
     )
 
 
-def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], None]) -> None:
+def require_same_job(job: Job, sources: Sources) -> None:
     """Collective."""
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have imported
@@ -193,7 +191,7 @@ def require_same_job(job: Job, sources: Sources, print_line: Callable[[str], Non
     require_same_training(collective, facts)
     raise_on_all_ranks(collective, lambda: check_labels(job, sources), name="labels")
     activity.set_phase(Phase.PREPARE, takes_long=True)
-    require_same_contents(collective, job.contents, print_line)
+    require_same_contents(collective, job.contents)
 
 
 def check_labels(job: Job, sources: Sources) -> None:

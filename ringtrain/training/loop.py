@@ -58,7 +58,6 @@ def train(prepared: Prepared, session: RunSession) -> Result:
         session.collective,
         num_threads=prepared.plan.intra_op_threads,
         start=session.start,
-        print_line=session.console.line,
     )
     progress, console = session.progress, session.console
     if job.batches.is_counted and not progress.samples_seen:  # as planned so far

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -87,7 +87,6 @@ def create_batches(
     collective: Collective,
     *,
     num_threads: int,
-    print_line: Callable[[str], None],
     places: Sequence[tuple[int, str, str]] = (),
 ) -> Batches:
     """``places``: each rank's iterator state (``Progress.places``)."""
@@ -100,7 +99,7 @@ def create_batches(
         # States may name files, which are gone or different in another directory.
         place = (step, base64.b64decode(state)) if state and where == place_of_data(config) else NO_STATE
         dataset, explain, found = streaming_batches(
-            train, cast(StreamingOrder, order), collective, **steps, **read, print_line=print_line, place=place
+            train, cast(StreamingOrder, order), collective, **steps, **read, place=place
         )
         place_before = found.before if found.are_kept else None
         return CountedBatches(dataset, collective, order, **steps, explain=explain, place_before=place_before)
@@ -112,9 +111,7 @@ def create_batches(
     if not skips:
         return Batches(dataset, **steps, explain=explain)
     find_bad = cast(FallibleSource, train).find_bad
-    return CountedBatches(
-        dataset, collective, order, **steps, explain=explain, find_bad=find_bad, print_line=print_line
-    )
+    return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=find_bad)
 
 
 def own_augment(workload: Workload) -> Augment | None:

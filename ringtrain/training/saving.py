@@ -6,7 +6,7 @@ import concurrent.futures
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ringtrain.config import Config, to_plain
 from ringtrain.data.order import StreamingOrder
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.guard.preflight import package_versions
+from ringtrain.messages.log import LOG
 from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
 from ringtrain.run.directory import RunDirectory
 from ringtrain.run.names import describe_difference
@@ -32,10 +33,10 @@ from ringtrain.training.job import Job
 class CheckpointWriter:
     """Writes one checkpoint at a time. Failures only warn: the next may succeed."""
 
-    def __init__(self, run: RunDirectory, *, keep: int, print_line: Callable[[str], None], last_step: int) -> None:
+    def __init__(self, run: RunDirectory, *, keep: int, last_step: int) -> None:
         """``last_step``: of the checkpoint to resume from; 0: none."""
         self.last_step = last_step
-        self._run, self._keep, self._print_line = run, keep, print_line
+        self._run, self._keep = run, keep
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: concurrent.futures.Future[None] | None = None
 
@@ -102,7 +103,7 @@ class CheckpointWriter:
         )
 
     def _warn(self, message: str) -> None:
-        self._print_line(f"warning: {message}")
+        LOG.warning(message)
         self._run.write_event("warning", step=self.last_step, message=message)
 
 

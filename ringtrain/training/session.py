@@ -65,9 +65,9 @@ class RunSession:
         ``facts``: about the samples, for checkpoints.
         """
         if self.directory is not None:
-            step, keep, print_line = self.start.step, self.config.keep, self.console.line
+            step = self.start.step
             self._events = EventFiles(self.directory.tensorboard, first_step=step)
-            self._writer = CheckpointWriter(self.directory, keep=keep, print_line=print_line, last_step=step)
+            self._writer = CheckpointWriter(self.directory, keep=self.config.keep, last_step=step)
             self._facts = describe_run(self.config, self.collective.world.size, self._identity) | facts
         self.requests.start_training(self._confirm)
 

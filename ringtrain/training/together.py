@@ -15,6 +15,7 @@ from ringtrain.collectives import Collective, run_on_rank0
 from ringtrain.config import Config
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
+from ringtrain.messages.log import show_log
 from ringtrain.run.directory import REPORT_FILE
 from ringtrain.run.resume import OpenedRun, Start, open_run
 from ringtrain.runtime import activity, shutdown
@@ -54,7 +55,7 @@ def train_together(
     console = open_console(is_rank0=collective.world.is_rank0)
     for line in describe_start(collective, prepared.plan, prepared.device):
         console.line(line)
-    with opened_together(prepared.config, collective, requests, watchdog, console) as session:
+    with show_log(console.line), opened_together(prepared.config, collective, requests, watchdog, console) as session:
         start = session.start
         if start.is_complete:
             console.line(f"the run in {start.name} is complete: {start.step} steps. Use --resume never for a new run.")
@@ -76,7 +77,7 @@ def opened_together(
     opened: list[OpenedRun] = []
 
     def open_on_rank0() -> dict[str, Any]:
-        opened.append(open_run(config, print_line=console.line))
+        opened.append(open_run(config))
         start = opened[0].start
         record_start(Path(start.path), step=start.step, is_complete=start.is_complete)
         requests.watch_time(find_limits(config.max_hours, os.environ))

@@ -333,7 +333,7 @@ def test_a_renamed_checkpoint_does_not_discard_newer_ones(tmp_path: Path) -> Non
     make_run(tmp_path / "run")
     root = tmp_path / "run/checkpoints"
     shutil.copytree(root / step_name(5), root / step_name(20))
-    opened = open_run(Config(out=tmp_path / "run", epochs=2, batch_size=16), print_line=lambda line: None)
+    opened = open_run(Config(out=tmp_path / "run", epochs=2, batch_size=16))
     opened.directory.close()
     assert opened.start.step == NEWEST
     assert list_steps(root) == [5, 10, NEWEST]

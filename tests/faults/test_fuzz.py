@@ -98,7 +98,7 @@ def test_any_words_on_the_command_line_are_answered(words: list[str]) -> None:
 def make_run(path: Path) -> Config:
     """A run with three checkpoints, a best one and its records."""
     config = Config(out=path, epochs=2, batch_size=16)
-    run = open_run(config, print_line=lambda line: None).directory
+    run = open_run(config).directory
     for step in (5, 10, 15):
         checkpoint = Checkpoint(
             step=step,
@@ -206,7 +206,7 @@ def test_whole_checkpoints_survive_any_damage_to_a_run_directory(pristine: Path,
 
 def open_or_refuse(path: Path) -> tuple[OpenedRun | None, RingtrainError | None]:
     try:
-        return open_run(Config(out=path, epochs=2, batch_size=16), print_line=lambda line: None), None
+        return open_run(Config(out=path, epochs=2, batch_size=16)), None
     except (UsageError, DataError, RunDirectoryError) as error:
         return None, error
 

@@ -28,7 +28,7 @@ def test_counts_go_to_the_callbacks_of_their_class() -> None:
 def test_the_state_of_a_long_buffer_is_never_made() -> None:
     images = tf.data.Dataset.from_tensors(tf.zeros([256, 256, 4])).repeat()  # 1 MiB each
     for length, expected in ((2, b"state"), (10_000, b"")):
-        of_fit = batches.Batches(print)
+        of_fit = batches.Batches()
         of_fit._iterator = iter(images.shuffle(length).batch(2))
         with mock.patch.object(batches, "read_iterator_state", return_value=b"state") as read:
             assert of_fit.read_state(1)["data"].tobytes() == expected

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ringtrain.messages.log import show_log
 from ringtrain.run import store
 from ringtrain.run.directory import RunDirectory
 from ringtrain.run.lease import LeaseLostError, acquire_lease
@@ -76,7 +77,7 @@ def test_a_run_directory_moved_during_training_is_not_recreated(tmp_path: Path) 
     run, moved = tmp_path / "run", tmp_path / "moved"
     lease = acquire_lease(run, environ={})
     directory = RunDirectory(run, may_write=lease.check, on_close=lease.close)
-    writer = CheckpointWriter(directory, keep=2, print_line=print, last_step=0)
+    writer = CheckpointWriter(directory, keep=2, last_step=0)
     run.rename(moved)
     writer.save(make_checkpoint(1), as_step=True, as_best=True)
     with pytest.raises(LeaseLostError, match=rf"'{run}' cannot be read any more: No such file .* bring it back"):
@@ -94,10 +95,11 @@ def write_bests(run: Path, steps: range, *, keep: int) -> list[str]:
 
     said: list[str] = []
     directory = RunDirectory(run)
-    writer = CheckpointWriter(directory, keep=keep, print_line=said.append, last_step=steps[0] - 1)
-    for step in steps:
-        writer.save(make_checkpoint(step), as_step=True, as_best=True)
-    writer.finish(make_checkpoint(steps[-1]))
+    writer = CheckpointWriter(directory, keep=keep, last_step=steps[0] - 1)
+    with show_log(said.append):
+        for step in steps:
+            writer.save(make_checkpoint(step), as_step=True, as_best=True)
+        writer.finish(make_checkpoint(steps[-1]))
     directory.close()
     return said
 

@@ -15,6 +15,7 @@ import pytest
 from ringtrain.commands import export
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.messages.log import show_log
 from ringtrain.run.checkpoint import MANIFEST_FILE, digest_of
 from ringtrain.run.identity import (
     IDENTITY_FILE,
@@ -38,7 +39,8 @@ def config(tmp_path: Path) -> Config:
 def open_quietly(config: Config) -> dict[str, Any]:
     """Open a run about which there is nothing to be said; returns its identity."""
     said: list[str] = []
-    opened = open_run(config, print_line=said.append)
+    with show_log(said.append):
+        opened = open_run(config)
     opened.directory.close()
     assert said == []
     return dict(opened.identity)
@@ -81,7 +83,7 @@ def test_a_new_run_has_a_new_identity(config: Config, tmp_path: Path) -> None:
 
 def test_a_run_that_never_saved_anything_is_a_new_one(config: Config) -> None:
     make_run(config, [])
-    opened = open_run(replace(config, seed=5), print_line=lambda line: None)
+    opened = open_run(replace(config, seed=5))
     opened.directory.close()
     assert opened.identity["seed"] == 5
     assert read_identity(opened.directory.path) == opened.identity
@@ -127,7 +129,7 @@ def test_a_foreign_checkpoint_is_refused_with_both_identities(config: Config, tm
     shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
     before = read_files(run)
     with pytest.raises(UsageError) as raised:
-        open_run(config, print_line=print)
+        open_run(config)
     message = str(raised.value)
     assert describe_identity(read_identity(run)) in message
     assert describe_identity(read_identity(other)) in message
@@ -162,7 +164,7 @@ def test_a_foreign_checkpoint_with_equal_settings_is_detected(config: Config, tm
     sign(other, [6])
     shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
     with pytest.raises(UsageError, match=r"is of another run: it is of run .*--init_from"):
-        open_run(config, print_line=print)
+        open_run(config)
 
 
 def test_a_foreign_checkpoint_without_identity_is_detected(config: Config, tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_a_foreign_checkpoint_without_identity_is_detected(config: Config, tmp_p
     other = make_run(replace(config, out=tmp_path / "other", seed=7), [6])
     shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
     with pytest.raises(UsageError, match=r"of another run with other settings \(seed 7 -> 0\).*older ringtrain"):
-        open_run(config, print_line=print)
+        open_run(config)
 
 
 def test_a_copied_run_keeps_its_identity(config: Config, tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_a_run_without_its_checkpoints_is_refused_unchanged(config: Config, why:
     before = read_files(run)
     for _ in range(2):
         with pytest.raises(DataError, match=rf"the newest of step 4 .*checkpoints' {why}\. .*--resume never") as raised:
-            open_run(replace(config, resume=resume), print_line=print)
+            open_run(replace(config, resume=resume))
         assert raised.value.exit_code == 3
     assert read_files(run) == before
 
@@ -227,7 +229,7 @@ def test_resume_never_starts_a_new_run_next_to_it(config: Config, tmp_path: Path
     run = make_run(config, [2, 4])
     remove(run / "checkpoints")
     before = read_files(run)
-    opened = open_run(replace(config, resume="never"), print_line=print)
+    opened = open_run(replace(config, resume="never"))
     opened.directory.close()
     assert opened.start.path == str(tmp_path / "run-2")
     assert read_files(run) == before
@@ -237,19 +239,20 @@ def test_a_run_resumes_from_restored_checkpoints(config: Config, tmp_path: Path)
     run = make_run(config, [2, 4])
     (run / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(DataError):
-        open_run(config, print_line=print)
+        open_run(config)
     (tmp_path / "elsewhere").rename(run / "checkpoints")
-    opened = open_run(config, print_line=print)
+    opened = open_run(config)
     opened.directory.close()
     assert opened.start.step == 4
 
 
 def test_a_run_that_saved_only_a_best_starts_from_the_beginning(config: Config) -> None:
-    opened = open_run(config, print_line=print)
+    opened = open_run(config)
     opened.directory.write_event("checkpoint", step=3, path="checkpoints/best-step-000000003")
     opened.directory.close()
     said: list[str] = []
-    opened = open_run(config, print_line=said.append)
+    with show_log(said.append):
+        opened = open_run(config)
     opened.directory.close()
     assert said == [f"the run in {config.out} holds no checkpoint yet: it starts from the beginning"]
 
@@ -264,7 +267,7 @@ def test_write_access_is_checked_at_the_start(config: Config, name: str, kind: s
         (run / name).symlink_to("gone")
     before = read_files(run)
     with pytest.raises(UsageError, match=rf"nothing can be written into '.*{name}', as this run has to: .*--out"):
-        open_run(replace(config, profile="1:2"), print_line=lambda line: None)
+        open_run(replace(config, profile="1:2"))
     assert read_files(run) == before
 
 
@@ -284,5 +287,5 @@ def test_no_refusal_is_a_traceback(config: Config, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patched:
         patched.setattr("ringtrain.run.store.list_steps", fail)
         with pytest.raises(RingtrainError, match=r"checkpoints' cannot be read: Permission denied\."):
-            open_run(config, print_line=print)
+            open_run(config)
     assert (run / "checkpoints" / step_name(2)).is_dir()

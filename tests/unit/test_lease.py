@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.log import show_log
 from ringtrain.run import lease as lease_module
 from ringtrain.run.lease import LEASE_DIRECTORY, Lease, LeaseLostError, acquire_lease, take_over
 
@@ -98,7 +99,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def acquire(run: Path, said: list[str] | None = None) -> Lease:
-    return acquire_lease(run, environ={}, print_line=(said if said is not None else []).append)
+    with show_log((said if said is not None else []).append):
+        return acquire_lease(run, environ={})
 
 
 def lease_file(run: Path) -> Path:
@@ -346,7 +348,8 @@ def test_a_remote_lease_released_meanwhile_is_taken(tmp_path: Path) -> None:
         said.append(line)
         holder.close()
 
-    lease = acquire_lease(tmp_path, environ={}, print_line=let_go)
+    with show_log(let_go):
+        lease = acquire_lease(tmp_path, environ={})
     assert len(said) == 1
     lease.check()
     lease.close()
@@ -363,8 +366,8 @@ def test_a_lease_taken_by_another_meanwhile_names_that_process(tmp_path: Path, s
         rewrite(lease_file(tmp_path), released=True)
         other.hold()
 
-    with pytest.raises(UsageError, match=f"process {other.pid} on {socket.gethostname()}"):
-        acquire_lease(tmp_path, environ={}, print_line=take_over)
+    with pytest.raises(UsageError, match=f"process {other.pid} on {socket.gethostname()}"), show_log(take_over):
+        acquire_lease(tmp_path, environ={})
     other.end()
 
 
@@ -482,7 +485,8 @@ def test_a_requeued_job_takes_over_from_its_live_former_start(tmp_path: Path, st
     assert former.hold() == 1
     again = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "1"}
     said: list[str] = []
-    lease = acquire_lease(tmp_path, environ=again, print_line=said.append)
+    with show_log(said.append):
+        lease = acquire_lease(tmp_path, environ=again)
     assert lease.number == 2
     holder = f"process {former.pid} on {socket.gethostname()}, job 42"
     assert said == [f"taking over from {holder}: Slurm has started the job again"]

@@ -44,7 +44,7 @@ def go_on(run: Path) -> str:
     """Open the run, write into it and report it; the refusal, where there is one."""
     config = Config(out=run, epochs=2, batch_size=16, profile="1:2")
     try:
-        opened = open_run(config, print_line=lambda line: None)
+        opened = open_run(config)
     except RingtrainError as error:
         return str(error)
     try:
@@ -239,7 +239,7 @@ def test_odd_event_files_are_refused_by_name(kind: str, run: Path, tmp_path: Pat
     (run / "tensorboard").mkdir()
     ODD_KINDS[kind](run / "tensorboard" / "events.out.tfevents.x")
     with pytest.raises(UsageError, match=r"'events\.out\.tfevents\.x' is no regular file"):
-        open_run(Config(out=run, epochs=2, batch_size=16), print_line=print)
+        open_run(Config(out=run, epochs=2, batch_size=16))
     with pytest.raises(RingtrainError, match=r"'events\.out\.tfevents\.x' is (no regular file|a link)"):
         EventFiles(run / "tensorboard", first_step=4)
     with pytest.raises(UsageError, match=r"tfevents\.x' cannot be read: .* is (no regular file|a link)"):

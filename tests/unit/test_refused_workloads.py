@@ -18,6 +18,7 @@ from ringtrain.data.indexed import from_grain, from_pydataset
 from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.data.tf_data import from_dataset
 from ringtrain.errors import DataError, UsageError
+from ringtrain.messages.log import show_log
 from ringtrain.runtime.world import World
 from ringtrain.training.evaluation import evaluate, evaluation_batches
 from ringtrain.training.job import Job, create_job
@@ -212,7 +213,8 @@ def test_a_warning_says_that_train_step_is_not_used() -> None:
     said: list[str] = []
     for method in (create_model, lambda: dense(NUM_FEATURES)):
         workload = type("Mine", (Small,), {"create_model": staticmethod(method)})()
-        create_job(workload, Config(steps=1), Solo(ALONE), num_threads=1, print_line=said.append)
+        with show_log(said.append):
+            create_job(workload, Config(steps=1), Solo(ALONE), num_threads=1)
     [line] = said
     assert line.startswith("warning: Own.train_step is never called")
 

@@ -18,6 +18,7 @@ import yaml
 
 from ringtrain.config import Config, OptimizerConfig, to_plain
 from ringtrain.errors import DataError, RingtrainError, UsageError
+from ringtrain.messages.log import show_log
 from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint
 from ringtrain.run.directory import CONFIG_FILE, METRICS_FILE
 from ringtrain.run.lease import LEASE_DIRECTORY
@@ -46,7 +47,8 @@ def config(tmp_path: Path) -> Config:
 def open_quietly(config: Config) -> OpenedRun:
     """Open a run about which there is nothing to be said."""
     said: list[str] = []
-    opened = open_run(config, print_line=said.append)
+    with show_log(said.append):
+        opened = open_run(config)
     assert said == []
     return opened
 
@@ -128,7 +130,7 @@ def test_a_directory_that_is_no_run_is_refused_and_left_alone(
     (tmp_path / "run").mkdir()
     (tmp_path / "run/thesis.tex").write_text("x")
     with pytest.raises(UsageError, match="holds no run"):
-        open_run(replace(config, resume=resume), print_line=print)
+        open_run(replace(config, resume=resume))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
@@ -151,7 +153,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(config: Config) -
         opened.directory.write_event("train", step=step)
     opened.directory.close()
     said: list[str] = []
-    opened = open_run(config, print_line=said.append)
+    with show_log(said.append):
+        opened = open_run(config)
     assert said == [f"the run in {config.out} holds no checkpoint yet: it starts from the beginning"]
     assert opened.start == Start(path=str(config.out))
     assert read_events(opened.directory.path) == [("start", 0)]
@@ -162,7 +165,8 @@ def test_without_a_checkpoint_other_settings_are_accepted(config: Config) -> Non
     """Such as after a first try that ended with an error."""
     open_quietly(config).directory.close()
     said: list[str] = []
-    opened = open_run(replace(config, batch_size=32), print_line=said.append)
+    with show_log(said.append):
+        opened = open_run(replace(config, batch_size=32))
     assert said == [f"the run in {config.out} holds no checkpoint yet: it starts from the beginning"]
     assert yaml.safe_load((opened.directory.path / CONFIG_FILE).read_text())["batch_size"] == 32
     opened.directory.close()
@@ -210,7 +214,7 @@ def test_must_takes_a_run_with_a_checkpoint(config: Config) -> None:
 
 def test_must_without_a_run_is_refused_and_writes_nothing(config: Config, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"resume is 'must', but '.*/run' holds no run.*--out"):
-        open_run(replace(config, resume="must"), print_line=print)
+        open_run(replace(config, resume="must"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,7 +222,7 @@ def test_must_without_a_checkpoint_is_refused(config: Config) -> None:
     run = make_run(config, [])
     before = read_files(run)
     with pytest.raises(UsageError, match=r"resume is 'must'.*holds no checkpoint yet"):
-        open_run(replace(config, resume="must"), print_line=print)
+        open_run(replace(config, resume="must"))
     assert read_files(run) == before
 
 
@@ -241,7 +245,7 @@ def test_another_setting_is_refused_with_both_values(config: Config) -> None:
     before = read_files(run)
     other = replace(config, seed=7, precision="float64", optimizer=OptimizerConfig(lr=0.5), log_every=1)
     with pytest.raises(UsageError) as raised:
-        open_run(other, print_line=print)
+        open_run(other)
     message = str(raised.value)
     assert "optimizer.lr 0.01 -> 0.5; precision float32 -> float64; seed 0 -> 7. Give" in message
     assert "log_every" not in message
@@ -312,7 +316,7 @@ def test_a_run_with_a_cosine_schedule_cannot_be_extended(config: Config) -> None
     cosine = replace(config, optimizer=OptimizerConfig(schedule="cosine"))
     make_run(cosine, [2])
     with pytest.raises(UsageError, match=r"settings: epochs 2 -> 5\."):
-        open_run(replace(cosine, epochs=5), print_line=print)
+        open_run(replace(cosine, epochs=5))
     open_quietly(cosine).directory.close()
 
 
@@ -322,7 +326,7 @@ def test_a_run_with_a_damaged_configuration_is_refused_unchanged(config: Config,
     (run / CONFIG_FILE).write_bytes(content)
     before = read_files(run)
     with pytest.raises(UsageError, match=f"{CONFIG_FILE}.*is damaged"):
-        open_run(config, print_line=print)
+        open_run(config)
     assert read_files(run) == before
 
 
@@ -333,7 +337,8 @@ def test_if_the_newest_is_damaged_the_one_before_is_used(config: Config) -> None
     run = make_run(config, [2, 4, 6])
     damaged = {step: (damage(run, step) / VARIABLES_FILE).read_bytes() for step in (4, 6)}
     said: list[str] = []
-    opened = open_run(config, print_line=said.append)
+    with show_log(said.append):
+        opened = open_run(config)
     opened.directory.close()
     assert opened.start.step == 2
     assert opened.start.progress["best_step"] == 2
@@ -356,7 +361,7 @@ def test_a_run_with_only_damaged_checkpoints_is_refused(config: Config) -> None:
     before = read_files(run)
     for _ in range(2):
         with pytest.raises(DataError, match="2 checkpoints, and none is whole") as raised:
-            open_run(config, print_line=print)
+            open_run(config)
         assert raised.value.exit_code == 3
     assert read_files(run) == before
 
@@ -367,7 +372,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_unchanged(config: Config) ->
     manifest.write_text('{"content": {"format": 99}, "sha256": ""}')
     before = read_files(run)
     with pytest.raises(DataError, match="update ringtrain"):
-        open_run(config, print_line=print)
+        open_run(config)
     assert read_files(run) == before
 
 
@@ -398,7 +403,7 @@ def test_a_finished_run_can_be_extended(config: Config) -> None:
 def test_a_finished_run_whose_end_is_damaged_is_not_complete(config: Config) -> None:
     run = make_run(config, [2, 4], "completed")
     damage(run, 4)
-    opened = open_run(config, print_line=lambda line: None)
+    opened = open_run(config)
     assert (opened.start.step, opened.start.is_complete) == (2, False)
     opened.directory.close()
 
@@ -444,7 +449,7 @@ sys.stdin.read()
         assert other.stdout is not None
         assert other.stdout.readline() == "holds\n"
         with pytest.raises(UsageError, match=f"is being written by process {other.pid} on"):
-            open_run(config, print_line=print)
+            open_run(config)
         assert read_files(run) == before
         other.kill()
     opened = open_quietly(config)  # that of a dead process is taken at once
@@ -467,7 +472,7 @@ def test_a_run_that_is_refused_is_let_go_of(config: Config, spoil: Callable[[Con
     spoiled = spoil(config, run)
     for _ in range(2):  # the second would be refused by the first's lease
         with pytest.raises(RingtrainError) as raised:
-            open_run(spoiled, print_line=print)
+            open_run(spoiled)
         assert f"process {os.getpid()}" not in str(raised.value)
 
 

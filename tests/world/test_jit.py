@@ -21,6 +21,7 @@ from ringtrain.config import Config
 from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
 from ringtrain.guard.labels import Labels
+from ringtrain.messages.log import show_log
 from ringtrain.runtime.world import World
 from ringtrain.step.compiled import CompiledFunction
 from ringtrain.training import creation
@@ -211,7 +212,8 @@ def test_a_model_with_collectives_is_not_compiled(collective: Collective) -> Non
         return keras.Sequential([keras.Input((NUM_FEATURES,)), norm, keras.layers.Dense(NUM_CLASSES)])
 
     config = Config(steps=1, batch_size=4, precision="float64", jit_compile="true")
-    job = create_job(Classification(create), config, collective, num_threads=1, print_line=lines.append)
+    with show_log(lines.append):
+        job = create_job(Classification(create), config, collective, num_threads=1)
     assert job.step.compiled is None
     assert "XLA compiles no part of the step: a layer asks the other ranks within its forward pass." in lines
 

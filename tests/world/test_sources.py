@@ -20,6 +20,7 @@ from ringtrain.data.sources import ArraySource, from_arrays, from_callable
 from ringtrain.errors import DataError, RingtrainError
 from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.preflight import require_same_sources
+from ringtrain.messages.log import show_log
 from ringtrain.training.job import create_job
 from ringtrain.workloads.base import Sources
 from tests.world.group import on_ranks
@@ -101,7 +102,7 @@ CONTENTS: dict[str, tuple[Any, Any, str, str, str]] = {
 
 def refusal(collective: Collective, read: Contents) -> str:
     with pytest.raises(DataError) as error:
-        require_same_contents(collective, read, pytest.fail)
+        require_same_contents(collective, read)
     assert error.value.reach == "run"
     assert len(set(all_gather_object(collective, str(error.value), name="message"))) == 1
     return str(error.value)
@@ -125,9 +126,8 @@ def test_rounding_is_a_warning(collective: Collective) -> None:
     rank = collective.world.rank
     x = X if rank == 0 else np.nextafter(X, np.float32(10 * rank - 15))
     said: list[str] = []
-    require_same_contents(
-        collective, Contents({"train": from_arrays({"a": x, "b": X}, Y), "evaluation": None}), said.append
-    )
+    with show_log(said.append):
+        require_same_contents(collective, Contents({"train": from_arrays({"a": x, "b": X}, Y), "evaluation": None}))
     [line] = said
     node = collective.world.node
     assert line.startswith(
@@ -138,7 +138,8 @@ def test_rounding_is_a_warning(collective: Collective) -> None:
 @on_ranks(1, 2)
 def test_the_same_samples_are_no_error(collective: Collective) -> None:
     for source in (from_arrays(X, np.array(["a", "b"] * 1500)), feed(3), from_arrays(with_value(X, 0, np.nan), Y)):
-        require_same_contents(collective, Contents({"train": source, "evaluation": None}), pytest.fail)
+        with show_log(pytest.fail):
+            require_same_contents(collective, Contents({"train": source, "evaluation": None}))
 
 
 @on_ranks(2)
@@ -168,7 +169,7 @@ def test_a_failure_of_the_reader_thread_is_raised_on_all_ranks(collective: Colle
         with pytest.raises(
             RingtrainError, match=r"the data cannot be read to be compared .*: MemoryError: no memory for a copy"
         ):
-            require_same_contents(collective, read, pytest.fail)
+            require_same_contents(collective, read)
 
 
 class OtherFloats(Small):

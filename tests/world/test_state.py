@@ -13,6 +13,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
+from ringtrain.messages.log import show_log
 from ringtrain.step.state import from_sums, to_summands
 from ringtrain.training.job import create_job
 from ringtrain.training.loop import run_steps
@@ -129,7 +130,8 @@ def test_state_updated_by_micro_batches_is_named_at_the_start(collective: Collec
     lines: list[str] = []
     config = Config(steps=1, global_batch_size=GLOBAL_BATCH_SIZE, accumulate=accumulate)
     workload = Classification(batchnorm_model)
-    create_job(workload, config, collective, num_threads=1, print_line=lines.append)
+    with show_log(lines.append):
+        create_job(workload, config, collective, num_threads=1)
     is_inexact = accumulate > 1 and collective.world.size > 1
     found = [line for line in lines if "once for each micro-batch" in line]
     assert len(found) == is_inexact

@@ -1,7 +1,6 @@
 """Descendants of this process, also in other sessions: none outlives it.
 
-Launchers open their own sessions and leave orphans. Linux can kill a process when its parent dies, and let a process
-adopt orphans (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER).
+Launchers open their own sessions and leave orphans, which prctl(2) lets this process adopt.
 """
 
 from __future__ import annotations

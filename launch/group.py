@@ -21,7 +21,7 @@ from .lines import LabelledLines, print_line
 from .rank import STATUS_FIFO, fifo_names
 
 POLL_SECONDS = 0.2
-# For the launcher to stop the other ranks after a failure, and to exit after all ranks have.
+# For the launcher to stop the other ranks after a failure, and to exit itself.
 LAUNCHER_GRACE_SECONDS = 10.0
 
 
@@ -61,7 +61,7 @@ class GroupEnd:
 
 
 class Requests:
-    """Received signals, in order. Create it in the main thread; it unblocks them."""
+    """Received signals. Create it in the main thread; it unblocks them."""
 
     def __init__(self) -> None:
         self.signals: list[signal.Signals] = []
@@ -174,7 +174,6 @@ class Group:
         self._selector.register(descriptor, selectors.EVENT_READ, hear)
 
     def _select(self, timeout: float) -> bool:
-        """Return True if data was read."""
         heard = False
         for key, _ in self._selector.select(timeout):
             try:

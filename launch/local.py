@@ -116,7 +116,7 @@ def supervise(
 def plan_group(
     num_ranks: int, controller: Controller, flags: Sequence[str], *, listener: Path, python: str, is_root: bool
 ) -> list[str]:
-    """Return the argv of a launcher whose ranks run ``python -m ringtrain FLAGS``, or a script.
+    """Return the launcher's argv.
 
     Slots are explicit: mpirun refuses more ranks than cores, and distributes them over a batch job's nodes. Ranks pin
     their own cores.
@@ -130,7 +130,7 @@ def plan_group(
 
 
 def plan_restart(flags: Sequence[str], run: Path | None, *, here: Path) -> list[str]:
-    """Add the run directory, since ``--resume never`` would open a new one at each restart. Scripts name theirs."""
+    """Add the run directory: ``--resume never`` would open a new one."""
     if run is None or is_script(flags):
         return list(flags)
     out = run.relative_to(here) if run.is_relative_to(here) else run  # shorter in messages

@@ -78,7 +78,7 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """The run's recorded exit code, else srun's, which is the highest of all tasks."""
+        """The run's, else srun's: the highest of all tasks."""
         if self.end is not None and not self.has_lost_rank:
             return self.end.exit_code
         return self.status or (0 if self.is_in_good_order else 1)
@@ -101,7 +101,6 @@ class Ended:
 
     @property
     def first_step(self) -> int:
-        """Step that it resumed from; 0 if none."""
         return self.run.step if self.run else 0
 
     @property
@@ -124,7 +123,7 @@ def conclude(ended: Ended) -> str:
 
 
 def why_not_again(ended: Ended) -> str | None:
-    """Reason not to restart a job; empty if obvious; None to restart."""
+    """Empty if obvious; None: restart."""
     end = ended.end
     if not ended.has_saved and is_final(ended.exit_code):
         return ""

@@ -47,7 +47,6 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask(command: Sequence[str], environ: Mapping[str, str] | None = None, text: str = "") -> Answer:
-    """Retry if the controller is away."""
     for pause in (*PAUSES_SECONDS, None):
         answer = ask_once(command, environ, text)
         if pause is None or answer.is_good or not AWAY.search(answer.text):

@@ -31,10 +31,7 @@ def render(request: JobRequest) -> str:
 
 
 def quote_shell(text: str) -> Quoted:
-    """Quote text as one word of bash, on one line.
-
-    Control characters and invalid UTF-8 become ``$'...'`` (Bash Reference Manual, 3.1.2.4).
-    """
+    """One word on one line; control characters and invalid UTF-8 become ``$'...'`` (Bash Reference Manual, 3.1.2.4)."""
     if text.isprintable():
         return Quoted(shlex.quote(text))
 

@@ -50,7 +50,7 @@ class Collective(abc.ABC):
         Args:
             tensors: of one type (unless in ``list_types``), any shapes, the same on every rank.
             name: unique in a graph.
-            ordered: every rank makes its ordered sums in the same order, one at a time. They need no negotiation.
+            ordered: every rank makes these sums in the same order, one at a time: no negotiation.
             read_only: the sums may be in shared memory until the next sum of this name: no variable may take over their
                 buffers. Same on all ranks.
             scaled: number of leading tensors to scale, and the factor; only for ordered sums of ``list_types``, if it
@@ -89,7 +89,7 @@ class Collective(abc.ABC):
         """Lower the priority of the backend's threads."""
 
     def start_timeline(self, directory: str, name: str) -> None:  # noqa: B027
-        """Start a ``chrome://tracing`` trace in rank 0's directory. Every rank must call it."""
+        """Start a ``chrome://tracing`` trace in rank 0's directory. Collective."""
 
     def stop_timeline(self) -> None:  # noqa: B027
         ...

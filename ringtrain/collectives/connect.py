@@ -40,10 +40,10 @@ def connect(backend: Backend, world: World) -> Collective:
 
 
 def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall_seconds: float = 0.0) -> Collective:
-    """Return the same ranks, with native sums if possible. Every rank must call it after they have joined.
+    """Return the same ranks, with native sums if possible. Collective.
 
-    Between nodes "auto" keeps Horovod: native sums were not compared with it on a real network. "native" raises
-    UsageError if impossible. Without a watchdog, ranks report waits of ``stall_seconds``.
+    Between nodes "auto" keeps Horovod: native sums were not measured on a real network. "native" raises UsageError if
+    impossible. Without a watchdog, ranks report waits of ``stall_seconds``.
     """
     is_one_node = collective.world.local_size == collective.world.size
     is_left_alone = backend == "horovod" or (backend == "auto" and not (is_one_node or collective.is_ordered))
@@ -66,11 +66,11 @@ def with_native_sums(collective: Collective, backend: Backend = "auto", *, stall
 
 
 def require_working_sums(collective: Collective, gpu: str | None) -> None:
-    """Check that no two ranks share a GPU, and that sums are right. Every rank must call it.
+    """Check that no two ranks share a GPU, and that sums are right. Collective.
 
     Under Slurm's ``--gpus-per-task=1`` a rank cannot see if others share its GPU. NCCL supports neither shared GPUs by
     default, nor GPUs with cores. Horovod without a kernel for this GPU or driver returns fused tensors unchanged.
-    ``gpu``: the driver's name (``devices.own_gpu``); None on cores.
+    ``gpu``: from ``devices.own_gpu``.
     """
     world = collective.world
     ranks = all_gather_object(collective, [world.rank, world.node, gpu], name="checks/ranks")
@@ -105,7 +105,7 @@ def require_working_sums(collective: Collective, gpu: str | None) -> None:
 
 
 def find_wrong_sum(collective: Collective, expected: float) -> float | None:
-    """Return a wrong value of the sum of (rank + 1) in fused tensors; None if all are right."""
+    """Sum (rank + 1) in fused tensors."""
     import tensorflow as tf
 
     tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]

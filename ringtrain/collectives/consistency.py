@@ -117,7 +117,7 @@ def _shapes(inputs: Inputs) -> list[tf.Tensor]:
 
 
 def _difference_describer(inputs: Inputs, collective: Collective) -> Callable[..., str]:
-    """The result keeps no tensors alive. Every rank must call it."""
+    """The result keeps no tensors alive. Collective."""
     labels, kinds = [label for label, _ in inputs], [_kind(leaf) for _, leaf in inputs]
 
     def describe(*shapes: Any) -> str:

@@ -6,8 +6,8 @@
     add                  this rank's part -> the sum over all ranks
 
 ``take`` and ``gather`` are each other's gradients, and so are the other two. A whole's gradient is identical on all
-ranks, since they compute the same loss from it; so a rank takes its rows unscaled, and uses of the same whole add up.
-Names must be unique in the graph and the same on all ranks.
+ranks, since they compute the same loss from it: a rank takes its rows unscaled. Names must be unique in the graph and
+the same on all ranks.
 """
 
 from __future__ import annotations
@@ -185,11 +185,7 @@ def is_differentiable(tensor: tf.Tensor) -> bool:
 
 
 def unique_name(prefix: str) -> str:
-    """Return a name for one call's collectives, unique in the function.
-
-    Calls are counted per trace, the same on every rank; ranks may trace at different times. Eager operations run one at
-    a time.
-    """
+    """Name one call's collectives. Calls are counted per trace: ranks may trace at different times."""
     if tf.executing_eagerly():
         return prefix
     graph = tf.compat.v1.get_default_graph()
@@ -206,9 +202,7 @@ def _names_of_gradients(name: str) -> Iterator[str]:
 
 
 def prevent_constant_folding(tensor: tf.Tensor) -> tf.Tensor:
-    """Prevent constant folding, without a copy.
-
-    Horovod's operations are not stateful: one with a constant input would run only in graph optimization, and other
+    """Horovod's operations are not stateful: one with a constant input would run only in graph optimization, and other
     ranks would wait.
     """
     if tf.executing_eagerly():

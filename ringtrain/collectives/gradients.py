@@ -59,9 +59,9 @@ class GradientReduction:
         control: tf.Tensor | None = None,
         state: Sequence[tf.Tensor] = (),
     ) -> Reduced:
-        """Reduce one gradient per variable, in the order of the forward pass. ``control`` is a short vector.
+        """Reduce one gradient per variable, in the order of the forward pass.
 
-        ``control`` and ``state`` are summed without a finite check.
+        ``control`` (a vector) and ``state`` are summed without a finite check.
         """
         if control is not None and self.is_single_message([gradient_spec(each) for each in (*gradients, control)]):
             return self.all_reduce_fused(gradients, control, state)
@@ -143,7 +143,6 @@ class GradientReduction:
         return [_cast(total, gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
 
     def _sum_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
-        """Each rank sends its touched rows, each once."""
         rows = merge_rows(gradient)
         values = self.collective.all_gather(self.compress(rows.values), name=f"{name}/values")
         indices = self.collective.all_gather(rows.indices, name=f"{name}/indices")
@@ -214,9 +213,9 @@ def scaled(gradient: tf.Tensor | tf.IndexedSlices, factor: tf.Tensor | float) ->
 def check_finite(
     tensors: Sequence[tf.Tensor | tf.IndexedSlices], squares: tf.Tensor | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return if all values are finite (bool []), and their norm (float []), in one pass.
+    """Return if all values are finite (bool []), and their norm (float []), in one pass unless the squares overflow.
 
-    Each value is checked only if the sum of squares is not finite (or overflows). ``squares``: [tensors], if known.
+    ``squares``: [tensors], if known.
     """
     values = [t.values if isinstance(t, tf.IndexedSlices) else t for t in tensors]
     norm_dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else tf.float32

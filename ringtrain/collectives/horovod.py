@@ -161,10 +161,7 @@ def _cannot_load(error: BaseException) -> UsageError:
 
 
 def _require_same_settings(world: World) -> None:
-    """Check by MPI that Horovod's settings agree. Every rank raises the error.
-
-    Otherwise its first collective may deadlock.
-    """
+    """Check by MPI, and raise on every rank: Horovod's first collective may deadlock otherwise."""
     from mpi4py import MPI
 
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:  # Horovod's thread uses MPI concurrently

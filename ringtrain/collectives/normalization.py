@@ -47,9 +47,8 @@ def global_moments(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return count, mean and variance per channel over all ranks, with exact gradients.
 
-    Ranks merge count, mean and sum of squared differences as in Chan, Golub and LeVeque (1983), stable for large means.
-    For a sample x of weight w the gradients of mean and variance are w/N and 2w(x - mean)/N; upstream gradients are
-    summed over ranks.
+    Ranks merge count, mean and sum of squared differences (Chan, Golub and LeVeque 1983), stable for large means. For a
+    sample x of weight w the gradients of mean and variance are w/N and 2w(x - mean)/N.
 
     ``inputs``: [n, ..., channels, ...], n may be 0; ``weights``: same shape, 1 or 0 (ignored), or [] if all count;
     ``axes``: all except the channels'.

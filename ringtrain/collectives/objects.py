@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[Any]:
-    """Gather values in rank order, as JSON: received data cannot run code. Every rank must call it.
+    """Gather values in rank order, as JSON: received data cannot run code. Collective.
 
     Outside of graphs Horovod ignores names: sending them detects ranks that diverged.
     """
@@ -38,7 +38,7 @@ def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[
 
 
 def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:
-    """Run an action; all ranks continue, or all raise the first failed rank's error. Every rank must call it."""
+    """Run an action; all ranks continue, or all raise the first failed rank's error. Collective."""
     result, failure = _attempt(action)
     failures = all_gather_object(collective, failure and {**failure, "node": collective.world.node}, name=name)
     failed = [rank for rank, item in enumerate(failures) if item]
@@ -52,7 +52,7 @@ def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, 
 
 
 def run_on_rank0(collective: Collective, action: Callable[[], Any], *, name: str) -> Any:
-    """Return rank 0's JSON result, or raise its error, on every rank. Every rank must call it."""
+    """Return rank 0's JSON result, or raise its error, on every rank. Collective."""
     outcome = _attempt(action) if collective.world.is_rank0 else (None, None)
     result, failure = all_gather_object(collective, outcome, name=name)[0]
     if failure:

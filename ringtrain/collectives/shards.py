@@ -1,8 +1,7 @@
 """Sharded updates (ZeRO stage 1, Rajbhandari et al. 2020).
 
-Each rank updates its pieces of the weights, and holds the optimizer's slots for them only. Reduce-scatter of gradients
-and all-gather of weights move as many bytes as one all-reduce. If a node's ranks read one shared sum, that is the
-reduce-scatter.
+Each rank holds slots for, and updates, its pieces of the weights. Reduce-scatter of gradients and all-gather of weights
+move as many bytes as one all-reduce. If a node's ranks read one shared sum, that is the reduce-scatter.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ VALUE_BYTES = 4  # float32
 
 
 def time_all_reduce(collective: Collective, num_bytes: int, *, calls: int = 5, warm_up: int = 1) -> tuple[float, int]:
-    """Time float32 sums in a compiled function. Every rank must call it.
+    """Time float32 sums in a compiled function. Collective.
 
     Returns the median seconds of ``calls`` after ``warm_up``, and this rank's number of wrong values.
     """

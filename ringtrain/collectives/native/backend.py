@@ -84,7 +84,6 @@ class Native(Collective):
     def all_gather_pieces(
         self, pieces: Sequence[tf.Tensor], begins: Sequence[int], shapes: Sequence[Sequence[int]], *, name: str
     ) -> list[tf.Tensor] | None:
-        """Use shared memory: ranks write their pieces, and all read."""
         if self.world.local_size < self.world.size or any(each.dtype.name not in self.list_types for each in pieces):
             return None
         wholes, nothing = self._operations.all_gather(
@@ -144,9 +143,8 @@ class Native(Collective):
 def draw_timeline(of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """Return events in Chrome's trace format.
 
-    Args:
-        of_ranks: each rank's sums: name, bytes, and times of call, match and end in nanoseconds by its node's clock.
-            (Between nodes, the match is with the previous node of the ring.)
+    ``of_ranks``: each rank's sums: name, bytes, and times of call, match (between nodes: with the ring's previous node)
+    and end in nanoseconds by its node's clock.
     """
     events: list[dict[str, Any]] = []
     for rank, sums in enumerate(of_ranks):
@@ -176,7 +174,7 @@ def _from_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
-    """Return the ranks with native sums, or the reason why not, the same on all. Every rank must call it.
+    """Return the ranks with native sums, or the reason why not, the same on all. Collective.
 
     A rank reports waits of ``stall_seconds``; 0: never.
     """

@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def compile_library() -> str | None:
-    """Return the reason of a failure, after removing a stale library."""
+    """Return the reason of a failure; a stale library is removed."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     sources = sorted(map(str, HERE.glob("*.cc")))
     aside = LIBRARY.with_suffix(f".{os.getpid()}")

@@ -38,7 +38,7 @@ def load_operations() -> Operations | None:
 
 
 def find_nodes(local_rank: int, rank: int) -> Nodes:
-    """Every rank must call it."""
+    """Collective."""
     from mpi4py import MPI
 
     of_local_rank = MPI.COMM_WORLD.Split(color=local_rank, key=rank)

@@ -14,7 +14,7 @@ NAME = "ringtrain"  # in /proc
 
 @contextlib.contextmanager
 def share_memory(local_rank: int, on_node: Callable[[Any], list[Any]]) -> Iterator[int | None]:
-    """Yield a descriptor of empty memory; None if this rank cannot open it. Every rank must call it.
+    """Yield a descriptor of empty memory; None if this rank cannot open it. Collective.
 
     ``on_node`` gathers JSON values in local rank order.
     """

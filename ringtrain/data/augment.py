@@ -69,7 +69,7 @@ def random_crop(images: tf.Tensor, keys: tf.Tensor, height: int, width: int, *, 
     """Crop a random window of each image.
 
     Args:
-        images: [n, h, w, c], not smaller than the window.
+        images: [n, h, w, c].
         keys: of ``sample_keys``, uint64 [n].
 
     Returns:

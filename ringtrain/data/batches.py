@@ -46,10 +46,10 @@ class Batches:
         self._explain = explain
 
     def begin(self) -> None:
-        """Read ahead for the first step. Every rank must call it."""
+        """Read ahead for the first step. Collective."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """One batch per step. Every rank must iterate."""
+        """One batch per step. Collective."""
         remaining = iter(self._dataset)
         for step in range(self._first_step, self._end_step):
             yield self._next_of(remaining, step)
@@ -157,7 +157,7 @@ class CountedBatches(Batches):
         self.next_local_count = int(upcoming.indices.shape[0]) if upcoming is not None and is_there else 0
 
     def _name_left_out(self, step: int, find_bad: FindBad) -> None:
-        """Report skipped samples on rank 0. Every rank must call it."""
+        """Report skipped samples on rank 0. Collective."""
         world = self._collective.world
         planned = self._order.local_batch(step, rank=world.rank, size=world.size).indices
         good = self._upcoming.indices.numpy() if self._upcoming is not None else []

@@ -116,9 +116,9 @@ def digest_blocks(array: tf.Tensor, size: int, is_unwanted: Event | None = None)
 def sum_blocks(array: tf.Tensor, size: int) -> list[Any]:
     """Weighted sums of every ``size`` samples of a floating-point array [n, ...].
 
-    Weights differ, so that sums depend on the order, and have both signs, so that rounding errors cancel. Each block
+    Weights differ, so that sums depend on the order; they have both signs, so that rounding errors cancel. Each block
     gives [sums, scales], both [2, columns]: of finite values, and of positions of others. A column is one or more
-    adjacent values; its scale is the root of the sum of squares.
+    adjacent values; its scale is their Euclidean norm.
     """
     values = np.asarray(array).reshape(len(array), -1)
     values = values.view(values.real.dtype) if np.iscomplexobj(values) else values

@@ -62,7 +62,7 @@ def _spec_of(array: Any) -> tf.TensorSpec:
 
 
 def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form:
-    """Use the first rank's with a batch; raise on every rank if they differ. Every rank must call it."""
+    """Use the first rank's with a batch; raise on every rank if they differ. Collective."""
     mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
     all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]

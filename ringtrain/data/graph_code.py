@@ -14,7 +14,7 @@ _OUTSIDE = tf.__internal__.autograph.control_status_ctx()
 
 
 def graph_code(function: Function) -> Function:
-    """Convert user-defined functions, as tf.data does; converting ours would slow the start by a tenth."""
+    """Convert user-defined functions only: converting ours would slow the start by a tenth."""
     if getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]:
         return tf.autograph.experimental.do_not_convert(function)
     return tf.__internal__.autograph.tf_convert(function, _OUTSIDE)

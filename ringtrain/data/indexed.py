@@ -36,15 +36,15 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
     """Train on Grain datasets, or objects with the same interface.
 
     **Map-style**: a ``grain.MapDataset``, a data source such as ``grain.sources.ArrayRecordDataSource``, or any object
-    with ``len(samples)`` and ``samples[number]``, a pair (x, y). ringtrain chooses the order, as for arrays: N ranks
-    train exactly what one trains, runs resume at any step without rereading, on any number of ranks, and ``verify`` and
-    evaluation work. Samples that raise are reported, or skipped with ``--on_bad_sample skip``. ``samples[number]`` must
-    be deterministic, thread-safe, and not reuse memory. Leave out ``shuffle``, ``repeat`` and ``batch``.
+    with ``len(samples)`` and ``samples[number]``, a pair (x, y). As for arrays, ringtrain chooses the order, N ranks
+    train exactly what one trains, and runs resume at any step, on any number of ranks, without rereading. Samples that
+    raise are reported, or skipped with ``--on_bad_sample skip``. ``samples[number]`` must be deterministic,
+    thread-safe, and not reuse memory. Leave out ``shuffle``, ``repeat`` and ``batch``.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     another iterable, sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``), following ``of.seed``
-    and ``of.epoch``, with batches of ``of.local_batch_size``. Exactness is as in ``from_dataset``'s second form. A
-    resumed run uses the iterator's ``get_state``, or rereads the pass.
+    and ``of.epoch``, with batches of ``of.local_batch_size``. Exact as ``from_dataset``'s second form. A resumed run
+    uses the iterator's ``get_state``, or rereads the pass.
 
     Args:
         samples: the object, or the function.
@@ -95,13 +95,11 @@ def from_pydataset(make: Callable[[Pass], Any]) -> Feed:
     """Stream each rank's own ``keras.utils.PyDataset``, for training.
 
     ``workers``, ``use_multiprocessing`` and ``max_queue_size`` apply. Batch sizes and numbers of steps may differ
-    between ranks: each step is the exact mean over all its samples. A resumed run rereads nothing; it trains the same
-    if your function follows ``of.seed`` and ``of.epoch``, and needs as many ranks. ``on_epoch_begin`` and
-    ``on_epoch_end`` are not called: shuffle by ``of.epoch``.
+    between ranks: each step is the exact mean over all its samples. A resumed run rereads nothing and needs as many
+    ranks. ``on_epoch_begin`` and ``on_epoch_end`` are not called: shuffle by ``of.seed`` and ``of.epoch``.
 
     Args:
-        make: a function of the pass that returns this rank's PyDataset, with batches (x, y) of arrays [n, ...], or
-            tuples or dicts of arrays.
+        make: (pass) -> this rank's PyDataset, with batches (x, y) of arrays [n, ...], or tuples or dicts of arrays.
     """
 
     if not callable(make):
@@ -286,7 +284,7 @@ class IndexedSource:
         return taken
 
     def _read(self, number: int) -> Any:
-        """Return a sample's flat arrays, or the exception."""
+        """Return flat arrays, or the exception."""
         import tensorflow as tf
 
         from ringtrain.data.element_spec import as_arrays
@@ -311,7 +309,7 @@ class IndexedSource:
             return error
 
     def _is_plainly_like_first(self, sample: Any) -> bool:
-        """Fast check, a microsecond, for pairs of arrays like the first."""
+        """Fast check, a microsecond."""
         if self._plain is None or type(sample) is not tuple or len(sample) != 2:
             return False
         (x, y), (x_kind, y_kind) = sample, self._plain

@@ -42,7 +42,6 @@ class SampleOrder:
         return -(-self.num_samples // self.global_batch_size)
 
     def samples_before(self, step: int) -> int:
-        """Samples of all ranks before ``step``."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         return epoch * self.num_samples + step_in_epoch * self.global_batch_size
 
@@ -50,7 +49,7 @@ class SampleOrder:
         return self.samples_before(step + 1) - self.samples_before(step)
 
     def local_batch(self, step: int, *, rank: int, size: int) -> LocalBatch:
-        """Return a contiguous slice; sizes differ by at most 1 between ranks."""
+        """A contiguous slice; sizes differ by at most 1 between ranks."""
         [planned] = self._plan(step, step + 1, rank=rank, size=size)
         return planned
 

@@ -180,11 +180,10 @@ def from_generator(
 ) -> Feed:
     """Stream each rank's own generator.
 
-    Batch sizes and numbers of steps may differ between ranks: each step is the exact mean over all ranks' samples. A
-    rank without further batches contributes none until all have ended.
+    Batch sizes and numbers of steps may differ between ranks: each step is the exact mean over all ranks' samples.
 
-    A resumed run replays the pass, which must be deterministic: restart random generators with it. It needs as many
-    ranks.
+    A resumed run needs as many ranks, and replays the pass, which must be deterministic: restart random generators with
+    it.
 
     Args:
         generate: (rank, size) -> iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types and
@@ -200,7 +199,6 @@ def from_generator(
 
 
 def replay(batches: Iterator[Any], skip: int) -> Iterator[Any]:
-    """Skip trained batches by rereading them, which may be slow."""
     for _ in itertools.islice(batches, skip):
         activity.move()
     return batches

@@ -47,7 +47,7 @@ def streaming_batches(
     augment: Augment | None = None,
     place: IteratorState = NO_STATE,
 ) -> tuple[tf.data.Dataset, Callable[[Exception, int], Exception], IteratorStates]:
-    """Open this rank's batches; ``end_step`` is exclusive. Every rank must call it.
+    """Open this rank's batches; ``end_step`` is exclusive. Collective.
 
     Returns a dataset of ``Batch`` without global counts, a function that finds original exceptions (tf.data converts
     them to text), and the pipeline's checkpoints. Indices are positions in the batch or, for shared data, the pass.
@@ -94,7 +94,7 @@ class _Reader:
         self._failures: list[Exception] = []
 
     def to_dataset(self) -> tf.data.Dataset:
-        """from_generator is too slow for small steps: it converts, compares and copies in Python."""
+        """Avoid from_generator, which converts, compares and copies in Python: too slow for small steps."""
         scalar = tf.TensorSpec([], tf.int64)
         specs = [tf.TensorSpec([], tf.bool), scalar, scalar, tf.TensorSpec([None], tf.int64), *self._form.specs]
 
@@ -147,7 +147,7 @@ def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> P
 
 
 def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, global_batch_size: int) -> Feed:
-    """Use the largest count of any rank, if known. Every rank must call it."""
+    """Use the largest count of any rank, if known. Collective."""
     of = pass_of(collective.world, seed=seed, global_batch_size=global_batch_size, epoch=0)
     mine = raise_on_all_ranks(collective, lambda: feed.count_steps(of), name="steps of a pass")
     counts = all_gather_object(collective, mine, name="steps of a pass")

@@ -31,9 +31,7 @@ class Current:
     def open(
         self, make: Callable[[], tf.data.Dataset], skip: int, state: bytes, *, begins_anew: bool = True
     ) -> Iterator[Any]:
-        """Restore the state, or reread.
-
-        ``begins_anew``: rereading gives the same order.
+        """Restore the state, or reread; ``begins_anew``: in the same order.
 
         Raises:
             DataError: the state is of another pipeline, and rereading is impossible.
@@ -74,9 +72,9 @@ class Current:
 def without_tuner(dataset: Any, state: bytes = b"") -> Any:
     """Disable autotune if this rank has one core, unless it tunes parallel reads.
 
-    Deleting an iterator joins the autotune thread with the GIL held. If the thread is woken before its cancellation is
-    recorded (TensorFlow's CancellationManager), it sleeps for as long as the iterator has existed, or a minute: on one
-    core after most passes with 2.21. A ``state`` needs its own setting: names in the pipeline depend on it.
+    Deleting an iterator joins the autotune thread with the GIL held. If the thread wakes before its cancellation is
+    recorded (TensorFlow's CancellationManager), it sleeps up to a minute: on one core after most passes with 2.21. A
+    ``state`` needs its own setting: names in the pipeline depend on it.
     """
     import tensorflow as tf
 
@@ -114,7 +112,7 @@ def buffered_bytes(dataset: tf.data.Dataset) -> float:
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
-    """Return the largest size, at most that of in-memory data such as file names."""
+    """Return the largest size; of in-memory data, such as file names, at most theirs."""
     import tensorflow as tf
 
     of_one, rows = 0.0, _batch_size(dataset)
@@ -165,8 +163,8 @@ def from_dataset(
     """Train on a ``tf.data.Dataset``.
 
     **One dataset of samples** (not batches), the same on every rank. Each rank takes its slice of every
-    ``--global_batch_size`` samples: N ranks train exactly what one trains, and resume works on any number of ranks.
-    Every rank reads all samples; if that takes longer than training, use a function.
+    ``--global_batch_size`` samples: N ranks train exactly what one trains, and resume on any number of ranks. Every
+    rank reads all samples; if that is too slow, use a function.
 
     **A function of the epoch** that returns this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
     ``of.seed`` and ``of.epoch``, in batches of ``of.local_batch_size``. Batch sizes and numbers of steps may differ

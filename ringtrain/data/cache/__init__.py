@@ -27,7 +27,7 @@ def with_cache(
     num_threads: int,
     reserved_bytes: int = 0,
 ) -> Source:
-    """Cache decoded samples, if the source decodes. Every rank must call it.
+    """Cache decoded samples, if the source decodes. Collective.
 
     Args:
         mode: ``"node"``: decode all samples now into one file per node, reused by later runs; ``"memory"``: per rank.

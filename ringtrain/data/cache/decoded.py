@@ -45,7 +45,7 @@ class CachedSource:
     def __init__(
         self, source: FallibleSource, layout: Layout, is_kept: np.ndarray, arrays: Sequence[np.ndarray]
     ) -> None:
-        """``is_kept`` [num_samples]: samples that the ``arrays`` [num_samples, ...] already hold."""
+        """``is_kept`` [num_samples]: samples in the ``arrays`` [num_samples, ...]."""
         self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
         self.damaged = getattr(source, "damaged", ())
         self.num_bytes = layout.num_samples * layout.bytes_per_sample

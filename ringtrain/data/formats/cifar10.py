@@ -155,8 +155,7 @@ def _size_of(path: Path) -> str:
 def _download_once(archive: Path, download: Download) -> None:
     """Download the archive, or wait for another process of this node.
 
-    The first takes a lock, which the system frees. It writes a failure's reason into the lock's file, so that the
-    others fail at once.
+    The downloading process holds a lock, and writes a failure into its file, so that the others fail at once.
     """
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)

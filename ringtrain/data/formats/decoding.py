@@ -19,9 +19,9 @@ def decode_batch(
     image_shape: tuple[int, int, int],
     skips_bad: bool,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decode images [n] in parallel; return their numbers [m] and uint8 [m, h, w, c], in order.
+    """Decode images [n]; return their numbers [m] and uint8 [m, h, w, c], in order.
 
-    A dataset can skip corrupt images (``skips_bad``), unlike tf.map_fn, and is faster for small ones.
+    Unlike tf.map_fn, a dataset can skip corrupt images, and is faster for small ones.
     """
     decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
         graph_code(lambda index, image: (index, decode(image))), num_parallel_calls=PARALLEL_DECODES, deterministic=True

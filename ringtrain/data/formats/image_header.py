@@ -33,7 +33,6 @@ class HeaderError(Exception):
 
 
 def read_header(file: BinaryIO) -> ImageHeader:
-    """``file`` is at its beginning; other segments are skipped unread."""
     start = file.read(len(_PNG_SIGNATURE))
     if start == _PNG_SIGNATURE:
         header = _read_png(file)
@@ -86,7 +85,7 @@ def _read_png(file: BinaryIO) -> ImageHeader:
 
 
 def _has_transparency(file: BinaryIO) -> bool:
-    """True if the palette has transparency, decoded as a channel."""
+    """The palette's transparency is decoded as a channel."""
     while True:
         length, kind = struct.unpack(">I4s", _read_exactly(file, 8))
         if kind in (b"tRNS", b"IDAT"):

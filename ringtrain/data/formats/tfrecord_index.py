@@ -1,7 +1,7 @@
 """Index of TFRecord files: offset, kind, shape and label of each record.
 
 A record: length (8 bytes), masked CRC32C (4), data, masked CRC32C (4); see TensorFlow's ``tsl/lib/io/record_writer.h``.
-TensorFlow's reader checks both CRCs once. Later reads are checked by zlib's CRC-32, as Python lacks a fast CRC32C.
+TensorFlow's reader checks both CRCs once; zlib's CRC-32 checks later reads, as Python lacks a fast CRC32C.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
 
 
 def scan_file(path: Path, number: int) -> np.ndarray:
-    """A record with damaged data is marked; other damage is an error, since later records cannot be found."""
+    """Mark records with damaged data; after other damage later records cannot be found: an error."""
     records = _read_records(path)
     parts: list[np.ndarray] = []
     while some := list(itertools.islice(records, _PARSED_TOGETHER)):

@@ -1,8 +1,8 @@
 """The position of a ``fit`` in its data, for a resume with the next batch.
 
 An iterator, for an epoch or (with ``steps_per_epoch``) all epochs, restores its state if it can. Otherwise earlier
-iterators are started, so that reshuffling is repeated, and the trained batches are skipped. Python's and NumPy's
-generators get their states from the iterator's creation, or the checkpoint's if nothing is read.
+iterators are started, to repeat their reshuffling, and the trained batches are skipped. Python's and NumPy's generators
+get their states from the iterator's creation, or the checkpoint's if nothing is read.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ class Batches:
         return max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
 
     def _begin_earlier(self, start: Position, data: Any) -> None:
-        """Start earlier iterators, to repeat their reshuffling."""
         num, adapter = data._num_batches, data.data_adapter
         if hasattr(adapter, "py_dataset"):  # indexed, prefetched by Keras' threads
             for _ in range(start.epochs):
@@ -144,7 +143,7 @@ class Batches:
                 activity.move()
 
     def _read(self, iterator: Any, number: int, start: Position, *, may_end: bool = False) -> None:
-        """Skip batches. If ``may_end``, fewer suffice: the training function's last call may have had fewer."""
+        """If ``may_end``, fewer suffice: the training function's last call may have had fewer."""
         for place in range(number):
             activity.move()
             if next(iterator, _NOTHING) is _NOTHING:

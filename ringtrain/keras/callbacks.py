@@ -19,8 +19,8 @@ from ringtrain.keras.run import Run as Run
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcast the root's weights and optimizer state before the first step.
 
-    A model without a known input shape gets them after its first step, which creates them. Seed generators keep their
-    state: with equal states, all ranks would drop the same units.
+    A model without a known input shape gets them after its first step. Seed generators keep their state: with equal
+    states, all ranks would drop the same units.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -72,10 +72,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replace the logs of an epoch by means over the samples of all ranks.
+    """Replace an epoch's logs by means over the samples of all ranks; Horovod's callback takes the unweighted mean.
 
-    Each rank's value is weighted by its number of samples, in training and (``val_``) in validation; Horovod's callback
-    takes the unweighted mean. Put it before callbacks that read the logs.
+    Put it before callbacks that read the logs.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -110,7 +109,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             logs[name] = float(total / weight) if weight else float("nan")
 
     def _count_samples(self) -> float:
-        """Samples in Keras' mean of the loss; 1 if the model has none."""
+        """Read Keras' mean of the loss; 1 if the model has none."""
         for metric in self.model.metrics:
             if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
                 return float(metric.count.numpy())
@@ -118,10 +117,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Set the learning rate to ``initial_lr * multiplier`` from ``start_epoch`` until ``end_epoch``.
+    """Set the learning rate to ``initial_lr * multiplier``.
 
-    When the rate changes, the velocities of SGD and RMSprop, which contain the old rate, are rescaled (Goyal et al.
-    2017, section 3, "momentum correction").
+    The velocities of SGD and RMSprop, which contain the old rate, are rescaled (Goyal et al. 2017, section 3, "momentum
+    correction").
     """
 
     def __init__(
@@ -139,8 +138,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         Args:
             initial_lr: the base rate.
             multiplier: a function of the epoch, or a number for ``multiplier ** (epoch - start_epoch)``.
-            start_epoch, end_epoch: the first epoch, and the one after the last; None: no end.
-            staircase: update once per epoch; otherwise each batch, with a fractional epoch.
+            start_epoch, end_epoch: first epoch, and the one after the last; None: no end.
+            staircase: once per epoch, not each batch with a fractional epoch.
             momentum_correction: rescale velocities.
             steps_per_epoch: required if Keras does not know it.
         """

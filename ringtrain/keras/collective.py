@@ -47,7 +47,6 @@ class ProcessSetCollective(HorovodCollective):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Ranks in the order of a gather."""
         return self._process_set.ranks or range(self.world.size)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
@@ -86,7 +85,7 @@ def is_elastic() -> bool:
 
 
 def choose_backend(backend: str) -> None:
-    """Choose the backend; connections remain unless Horovod was shut down."""
+    """Connections remain unless Horovod was shut down."""
     global _all_ranks, _backend
     if backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; ringtrain.keras.init() takes {' or '.join(map(repr, BACKENDS))}.")
@@ -143,7 +142,7 @@ def broadcast_variables(
 
 
 def require_same_kinds(variables: Iterable[Any], collective: ProcessSetCollective, *, purpose: str) -> None:
-    """Refuse different variables, which would deadlock or sum unrelated values."""
+    """Others would deadlock, or sum unrelated values."""
     kinds = [f"{tf.as_dtype(variable.dtype).name} {list(variable.shape)}" for variable in variables]
     all_kinds = all_gather_object(collective, kinds, name="variable_kinds")
     for rank, others in zip(collective.ranks, all_kinds, strict=True):

@@ -44,13 +44,7 @@ class Distributed:
         self.exchange.register_local(var)
 
     def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: tf.GradientTape | None = None) -> list[Any]:
-        """Return (reduced gradient, variable) pairs for ``apply_gradients``.
-
-        Args:
-            loss: a tensor recorded by ``tape``, or a function.
-            var_list: the variables.
-            tape: required if ``loss`` is a tensor.
-        """
+        """Return (reduced gradient, variable) pairs; ``loss``: a tensor recorded by ``tape``, or a function."""
         if callable(loss):
             tape = tape or tf.GradientTape()
             with tape:

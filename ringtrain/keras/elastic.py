@@ -43,8 +43,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function of a state again whenever ranks have left or joined.
 
     Before each call all ranks get rank 0's state: the last commit if a rank was lost, the current state if hosts were
-    added. If hosts were only removed, each keeps its own. Steps after a commit are trained again. Call no collective
-    before the function: a joining rank would deadlock. Create your ``tf.function`` inside it.
+    added. If hosts were only removed, each keeps its own. Call no collective before the function: a joining rank would
+    deadlock. Create your ``tf.function`` inside it.
     """
 
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def rejoin() -> None:
     """Restart Horovod among the current ranks.
 
     Raises:
-        RingtrainError: Horovod did not start, for example because another rank was lost.
+        RingtrainError: Horovod did not start.
     """
     for is_last in (False, True):
         hvd.shutdown()
@@ -122,7 +122,7 @@ class KerasState(ObjectState):
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
-        """Save the current state, without the check for hosts of ``commit``."""
+        """Save the current state, without ``commit``'s check for hosts."""
         self._save_variables()
         super().save()
 
@@ -140,7 +140,7 @@ class KerasState(ObjectState):
             super().sync()
 
     def reset(self) -> None:
-        """Discard accumulated gradients and the traced training step, which depend on the former ranks."""
+        """Discard accumulated gradients and the traced step of the former ranks."""
         distributed = find_distributed(self.optimizer)
         if distributed is not None and distributed._agg_helper is not None:
             distributed._agg_helper.clear()
@@ -177,9 +177,9 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Store the number of finished batches of an epoch in ``state.batch``; 0 between epochs.
+    """Store an epoch's finished batches in ``state.batch``; 0 between epochs.
 
-    With ``steps_per_epoch``, the first epoch after a reset runs the remaining steps only; otherwise it starts again.
+    With ``steps_per_epoch``, the first epoch after a reset runs only the remaining steps; otherwise it starts again.
     """
 
     _awaits: ClassVar[UpdateBatchStateCallback | None] = None  # whose partly trained epoch begins
@@ -239,7 +239,6 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
 
 def require_attribute(state: Any, name: str, callback: keras.callbacks.Callback) -> None:
-    """Raise UsageError if a state lacks what a callback updates."""
     if not hasattr(state, name):
         raise UsageError(
             f"{type(callback).__name__} keeps state.{name}, which the state has not. Make it with KerasState(model, "

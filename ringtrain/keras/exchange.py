@@ -117,7 +117,7 @@ class Exchange:
         return variable_key(variable) in self._local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Gradients:
-        """Reduce; accumulation returns local sums until its last pass. Skip gradients given to ``remember``."""
+        """Accumulation returns local sums until its last pass. Gradients given to ``remember`` are skipped."""
         gradients = list(gradients)
         if self._last and list(map(id, gradients)) == list(map(id, self._last)):
             return gradients
@@ -199,7 +199,7 @@ class Exchange:
     def join(self, *, had_batch: bool) -> None:
         """Contribute zeros to the other ranks' sums until all ranks have joined.
 
-        This replaces Horovod's join: from its second call on, a rank may leave it while others wait (seen with 0.28.1).
+        Horovod's join fails: from its second call on, a rank may leave it while others wait (seen with 0.28.1).
 
         Raises:
             UsageError: this rank had no batch, and does not know the others' sums.

@@ -45,7 +45,7 @@ class FitLog:
         self._last_time = time.perf_counter()
 
     def carry_over(self) -> None:
-        """Keep the sums since the last line: Keras resets them. Collective."""
+        """Keras resets the sums. Collective."""
         sums = self._metrics.sum()
         self._carried = sums if self._sums_before is None else sums - self._sums_before
 

@@ -77,8 +77,7 @@ class FitSession:
     def build_model(self, batch_spec: Any) -> None:
         """Create the weights of a model without ``keras.Input`` before a restore.
 
-        Args:
-            batch_spec: ``tf.TensorSpec`` of (x,), (x, y) or (x, y, sample_weight).
+        ``batch_spec``: ``tf.TensorSpec`` of (x,), (x, y) or (x, y, sample_weight).
         """
         if not self.model.built:
             try:
@@ -89,9 +88,7 @@ class FitSession:
     def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
         """Restore on rank 0 and broadcast. Collective.
 
-        Args:
-            others: callbacks whose counters are saved.
-            steps: per epoch; None if unknown.
+        ``others``: callbacks with saved counters; ``steps``: per epoch, None if unknown.
         """
         self._others, self._steps_of_epoch = others, steps
         model = self.model
@@ -122,7 +119,7 @@ class FitSession:
         activity.set_phase(Phase.DATA, self._step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Restore; each rank's own state only if the number of ranks is the same."""
+        """Each rank's own state is restored only by as many ranks."""
         progress, size = self._progress, self._collective.world.size
         if self._is_complete:
             self.model._initial_epoch = self._config.epochs
@@ -280,7 +277,7 @@ class FitSession:
             self._replicas.check(self._step)
 
     def _gather_state(self) -> Arrays:
-        """What a checkpoint holds besides the shared variables, on rank 0. Checks these. Collective."""
+        """Check the shared variables; return the rest of a checkpoint, on rank 0. Collective."""
         self._check_replicas()
         activity.set_phase(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
@@ -349,14 +346,14 @@ class FitSession:
         self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
 
     def _require_finite(self) -> None:
-        """Check all state: the loss may hide gradients, and moving statistics differ between ranks."""
+        """The loss may hide gradients, and moving statistics differ between ranks."""
         mine = bool(_are_finite([variable.value for variable in self._variables.values()]))
         if all(all_gather_object(self._collective, mine, name="fit/finite")):
             return
         require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
 
     def _diverge(self, num_steps: int) -> None:
-        """Name the ranks with the first non-finite gradients; the sum spreads them."""
+        """Name the ranks with the first non-finite gradients."""
         mine = [self._votes.first_nonfinite(), self._votes.num_reductions()]
         firsts, numbers = zip(*all_gather_object(self._collective, mine, name="fit/diverged"), strict=True)
         first = min((number for number in firsts if number), default=0)

@@ -42,8 +42,7 @@ log = logging.getLogger("ringtrain")
 def check_distributed(optimizer: Any) -> None:
     """Refuse an optimizer that updates only this rank's model. Called while its first step is traced.
 
-    It raises only if no gradients were reduced: by this process, or for weights of an earlier distributed ``fit``, by
-    this ``fit``.
+    It raises if this process, or for weights of an earlier distributed ``fit``, this ``fit``, has reduced no gradients.
     """
     if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.may_apply_alone():
         return
@@ -60,8 +59,8 @@ def check_distributed(optimizer: Any) -> None:
 class TrainingGuard(keras.callbacks.Callback):
     """Keeps the ranks of a distributed ``fit`` consistent.
 
-    It compares plans and tests the sums before training; after each epoch it compares weights and decisions to stop. A
-    rank that ends early contributes zeros until all have joined; then the numbers of batches are compared.
+    It compares plans and tests sums before training, and weights and decisions to stop after each epoch. A rank that
+    ends early contributes zeros until all have joined; then the numbers of batches are compared.
     """
 
     reductions_before: ClassVar[int] = 0
@@ -155,7 +154,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._require_same_weights(self._collective, epoch)
 
     def _trains_by_tape(self) -> bool:
-        """True if a user's train_step reduces; recorded, as only a trace shows it."""
+        """A user's train_step reduces; recorded, as only a trace shows it."""
         if self.has_reduced():
             _trained_by_tape.add(self.model)
         return self.model in _trained_by_tape and Exchange.spans_world
@@ -235,7 +234,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
 @functools.cache
 def _say_once(line: str) -> None:
-    """Print a line once; the logger shows warnings only."""
+    """Print: the logger shows warnings only."""
     print(f"ringtrain.keras: {line}", file=sys.stderr, flush=True)
 
 

@@ -19,7 +19,7 @@ class MetricsOverRanks:
         self._model, self._collective = model, collective
 
     def sum(self) -> npt.NDArray[np.float64]:
-        """Return the variables of all metrics summed over all ranks, float64 [n]. Collective."""
+        """Sum all metrics' variables over all ranks, float64 [n]. Collective."""
         mine = [np.ravel(keras.ops.convert_to_numpy(v.value)).astype(np.float64) for v in metric_variables(self._model)]
         [total] = self._collective.all_reduce([tf.constant(np.concatenate([[0.0], *mine]))], name="fit/metrics").tensors
         return np.asarray(total.numpy(), np.float64)[1:]

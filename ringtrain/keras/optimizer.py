@@ -38,15 +38,14 @@ def DistributedOptimizer(  # noqa: N802 (upstream's name)
         device_dense, device_sparse: TensorFlow devices for the reduction of dense and sparse gradients.
         compression: ``hvd.Compression.none``, or ``fp16`` to send gradients as float16.
         sparse_as_dense: convert sparse gradients to dense first.
-        gradient_predivide_factor: f splits Average's division by n: by f before the sum, by n/f after it.
+        gradient_predivide_factor: f; Average divides by f before the sum, by n/f after it.
         op: ``hvd.Average`` (the gradient of the mean of the ranks' losses), ``hvd.Sum`` or ``hvd.Adasum``.
-        backward_passes_per_step: calls whose gradients are accumulated on each rank before one reduction and update.
+        backward_passes_per_step: calls accumulated on each rank before one reduction and update.
         average_aggregated_gradients: divide that sum by the number of calls.
         num_groups: the old name of ``groups``.
-        groups: number of groups of fused gradients, or the groups (lists of variables); default: a few, reduced during
-            the backward pass.
+        groups: number of fused groups, or lists of variables; default: a few, reduced during the backward pass.
         process_set: the ranks that train together.
-        scale_local_gradients: divide the gradients of local variables by the number of ranks, as the average does.
+        scale_local_gradients: divide local variables' gradients by the number of ranks, as the average does.
 
     Raises:
         UsageError: an argument is invalid; ``hvd.init()`` was not called; the optimizer is distributed already.

@@ -167,9 +167,9 @@ def gather_arrays(collective: Collective, arrays: Arrays) -> list[npt.NDArray[np
 
 
 def scatter_arrays(collective: Collective, named: Mapping[str, npt.NDArray[Any]], *, former_size: int) -> Arrays:
-    """Return this rank's arrays, and callbacks' best weights, of the checkpoint that rank 0 has read. Collective.
+    """Return this rank's arrays, and callbacks' best weights, of rank 0's checkpoint. Collective.
 
-    If the number of ranks has changed, only what is the same on all ranks.
+    If the number of ranks has changed, only arrays equal on all ranks.
     """
     world = collective.world
     packed = [named[f"{RANKS}{rank}"] for rank in range(former_size)] if named else []

@@ -39,12 +39,11 @@ class Run(keras.callbacks.Callback):
 
     The same script, started again, resumes with the next batch: weights, optimizer, metrics, dropout's seeds, and
     counters of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint. On SIGTERM, Slurm's warning, the end of the
-    allocation or a file ``stop``, the run saves after the current step and exits with code 75. A watchdog ends hung
-    ranks. A non-finite loss ends the run with exit code 4 at the next log line, unsaved. For a complete run, ``fit``
-    restores its weights and returns.
+    allocation or a file ``stop``, the run saves after the current step and exits with code 75. A non-finite loss ends
+    it with exit code 4 at the next log line, unsaved. For a complete run, ``fit`` restores its weights and returns.
 
-    A resume is exact (bit for bit on as many ranks) if the pipeline yields the same batches each time. Another number
-    of ranks restarts the epoch. See docs/fit.md.
+    A resume is exact (bit for bit on as many ranks) if the pipeline yields the same batches. Another number of ranks
+    restarts the epoch. See docs/fit.md.
     """
 
     current: ClassVar[FitSession | None] = None  # during a fit
@@ -68,11 +67,11 @@ class Run(keras.callbacks.Callback):
         Args:
             out: the run directory, equal on all ranks; only rank 0 writes it.
             checkpoint_every: steps between checkpoints, in addition to each epoch's; 0: none.
-            keep: number of newest checkpoints to keep, in addition to the best.
-            log_every: steps between ``train`` events in ``metrics.jsonl`` and TensorBoard.
-            best_metric, best_direction: validation value that selects the best checkpoint, without ``val_``.
+            keep: newest checkpoints to keep, in addition to the best.
+            log_every: steps between ``train`` events.
+            best_metric, best_direction: validation value of the best checkpoint, without ``val_``.
             resume: ``"auto"``, ``"never"`` (a new directory) or ``"must"``.
-            check_replicas_every: steps between comparisons of the replicas, besides those before each save; 0: none.
+            check_replicas_every: steps between comparisons of the replicas, besides those of saves; 0: none.
             hang_timeout: seconds without progress until exit with code 6; 0: no watchdog.
             max_hours: hours until the run saves and exits with code 75.
 

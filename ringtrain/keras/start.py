@@ -46,7 +46,7 @@ def init(
             core per rank, TensorFlow runs one operation at a time (TF_NUM_INTEROP_THREADS=1, unless set): Python code
             in a step or a ``tf.data`` pipeline must not call a ``tf.function``.
         exit_timeout: seconds for threads, child processes and ``atexit`` functions after the script ends; 0: no limit.
-            Each rank also waits for the others, without a limit.
+            The wait for other ranks has no limit.
 
     Raises:
         UsageError: unknown backend; the launcher's processes do not see each other; Keras is not on TensorFlow; fewer

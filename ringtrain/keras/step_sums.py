@@ -27,7 +27,7 @@ class Sum:
     is_native: bool
 
     def act(self, tensors: Gradients) -> Gradients:
-        """Native sums of gradients are scaled already."""
+        """Native sums are scaled already."""
         if self.is_native:
             return self.reduction.single_all_reduce(tensors, scaled=(self.num_gradients, float(self.scale)))
         return self.reduction.all_reduce(tensors)

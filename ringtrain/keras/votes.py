@@ -24,8 +24,7 @@ class Votes:
     def mine(self, gradients: Sequence[Any]) -> tf.Tensor:
         """int32 [2]: (1 if this rank voted, 1), in a graph that has computed ``gradients``.
 
-        Without that dependency, TensorFlow would run it in a loop without steps, when the data end, and this rank would
-        join another's step.
+        Otherwise TensorFlow would run it when the data end, without a step, and this rank would join another's step.
         """
         with tf.control_dependencies(tf.nest.flatten(gradients[0], expand_composites=True)):
             number = self._begun.assign_add(1)

@@ -18,7 +18,7 @@ PACKAGES = ("ringtrain", "tensorflow", "keras", "horovod", "mpi4py", "numpy")
 
 
 def describe_loaded_code() -> dict[str, str | list[str]]:
-    """Lines of user modules, and versions of packages that they import. Labels are import names: paths may differ."""
+    """Lines of user modules, and versions of their packages, by import name: paths may differ."""
     facts: dict[str, str | list[str]] = {}
     versions: dict[str, str] = {}
     seen = set()  # multiprocessing can give the program several names

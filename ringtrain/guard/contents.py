@@ -61,7 +61,6 @@ def require_same_contents(collective: Collective, contents: Contents) -> None:
 
 
 def digest_contents(contents: Contents) -> dict[str, str]:
-    """Keyed by names of arrays and files, for events."""
     return {name: digest(each) for name, each in contents.facts().items()}
 
 

@@ -19,7 +19,7 @@ def require_finite_values(
     though: str = ", though its loss and gradients were",
     remedy: str = "Lower --optimizer.lr, or add --optimizer.clip_global_norm",
 ) -> None:
-    """Raise DivergedError on all ranks for non-finite values. Collective."""
+    """Raise DivergedError on all ranks. Collective."""
 
     def look() -> None:
         bad = [name for name, variable in variables.items() if not _is_finite(variable.value)]

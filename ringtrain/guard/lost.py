@@ -23,7 +23,7 @@ _is_known = threading.Event()
 
 
 def note_lost(who: str) -> None:
-    """Called by the watchdog if a connection ends without notice; ``who``: such as ``rank 1 on node7``."""
+    """``who``: such as ``rank 1 on node7``."""
     global _first_lost
     _first_lost = _first_lost or who
     _is_known.set()

@@ -1,8 +1,8 @@
 """Preflight: compare the ranks before training.
 
 Every ``require_...`` is a collective, and raises the same error on all ranks. The start is compared first: later
-collectives depend on it. Data and models are compared before any broadcast. A fact is a text or a list of texts; only
-digests of lists are sent, and if they differ, blocks: even a million files or a thousand ranks cause little traffic.
+collectives depend on it; data and models before any broadcast. A fact is a text or a list of texts; to limit traffic,
+only digests of lists are sent, and if they differ, blocks.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def describe_device_kind() -> str:
-    """Name compute capability, which determines the bits of an update; GPU names include the memory size."""
+    """Compute capability determines the bits of an update; GPU names include the memory size."""
     import tensorflow as tf
 
     gpus = tf.config.get_visible_devices("GPU")

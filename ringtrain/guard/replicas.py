@@ -1,9 +1,9 @@
 """Detection of divergent replicas, by a hash of the bits of weights and slots.
 
-The hash of an array is the sum over its 32-bit words w_i of m_i * w_i modulo 2^64, with odd m_i that depend on i. Odd
+An array's hash is the sum over its 32-bit words w_i of m_i * w_i modulo 2^64, with odd m_i that depend on i. Odd
 numbers are invertible, so a change in one word always changes the hash. Changes in several cancel with probability
-2^-33 for random 64-bit m_i (with 64-bit words, two flipped signs always would). The hash of all variables is that of
-their hashes. (Multilinear hashing: Carter and Wegman 1979; Lemire and Kaser 2014.) It uses no device memory.
+2^-33 for random 64-bit m_i (with 64-bit words, two flipped signs always would). (Multilinear hashing: Carter and Wegman
+1979; Lemire and Kaser 2014.)
 """
 
 from __future__ import annotations

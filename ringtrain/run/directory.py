@@ -102,7 +102,7 @@ class RunDirectory:
             self._has_ended |= event == "end"
 
     def _append(self, line: bytes) -> None:
-        """Write a line. A full disk leaves a partial one, which readers skip."""
+        """A full disk leaves a partial line, which readers skip."""
         data = (b"\n" if self._is_cut_off else b"") + line
         with self._explaining():
             while data:
@@ -110,7 +110,7 @@ class RunDirectory:
                 self._is_cut_off = bool(data)
 
     def forget_after(self, step: int) -> None:
-        """Drop events of steps to be trained again, and a truncated line."""
+        """Also drop a truncated line."""
         with self._lock, self._explaining():
             self.may_write()
             self._metrics.close()
@@ -149,7 +149,7 @@ def append_event(path: Path, event: str, **values: Any) -> None:
 
 
 def create_run_directory(wanted: Path, *, is_anew: bool = False) -> Path:
-    """Return the path. If ``is_anew``, append numbers until it is free."""
+    """If ``is_anew``, append numbers until the path is free."""
     named = wanted if wanted.name.strip(".") else wanted.resolve()
     others = (named.parent / f"{named.name or 'run'}-{number}" for number in range(2, 10_000))
     for candidate in itertools.chain([wanted], others):
@@ -265,7 +265,6 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def find_last_saved_step(path: Path) -> int | None:
-    """Return the latest step that events report as saved."""
     saved = find_events(path, "checkpoint")
     # A best checkpoint is not for resumes.
     return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
@@ -281,7 +280,7 @@ def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def refuse_other_kinds(run: Path) -> None:
-    """Refuse links and special files with ringtrain's names."""
+    """Refuse links and special files."""
     for path in (run / METRICS_FILE, run / IDENTITY_FILE, *sorted((run / "tensorboard").glob("*tfevents*"))):
         try:
             require_regular(path)

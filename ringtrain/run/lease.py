@@ -1,7 +1,7 @@
 """The lease of a run directory: one writer at a time; a former writer notices.
 
-A holder claims the next number by creating a file, which only one process can. The highest number holds the lease: a
-holder that finds a higher one stops writing. Holders touch their file regularly, so that lost hosts expire.
+A holder claims the next number by creating a file, which only one process can. The highest number holds the lease:
+holders of others stop writing. Holders touch their file regularly, so that lost hosts expire.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def acquire_lease(run: Path, *, environ: Mapping[str, str]) -> Lease:
 
 
 def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
-    """End and release lease ``number`` of an unresponsive rank of this run, so that the next run need not wait.
+    """Release lease ``number`` of an unresponsive rank, so that the next run need not wait.
 
-    False if it is released already or another was faster; OSError if the directory is unreachable.
+    False if already released or taken over; OSError if the directory is unreachable.
     """
     directory = run / LEASE_DIRECTORY
     if _newest_number(directory) != number or read_small(directory / _file_name(number)).get("released"):
@@ -158,7 +158,7 @@ def _job(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """True for an earlier start of this job: Slurm gave it up, but on a lost node it may still run."""
+    """An earlier start of this job may still run on a lost node."""
     mine, before = _job(environ), holder.get("restarts")
     return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
 
@@ -216,7 +216,7 @@ def _process_identity(pid: int | None) -> dict[str, Any]:
 
 
 def _file_system_time(directory: Path) -> float:
-    """Return the time of the file system, maybe by another host's clock."""
+    """Maybe another host's clock."""
     with _temporary_file(directory) as (descriptor, name):
         probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=descriptor)
         try:

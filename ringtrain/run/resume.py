@@ -166,7 +166,7 @@ def require_resumable(checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Mapping[str, Any]) -> None:
-    """Compare identities, or settings if an older version wrote no identity."""
+    """Compare identities, or settings if one is missing."""
     own, theirs = read_identity(directory.path), as_identity(checkpoint.run.get("identity"))
     changed = [] if own and theirs else list_changed_settings(checkpoint.run["config"], former)
     if not changed and (not own or not theirs or own["id"] == theirs["id"]):
@@ -213,7 +213,7 @@ def describe_way_on(config: Config, run: Path) -> str:
 
 
 def is_finished(checkpoint: Checkpoint, config: Config) -> bool:
-    """Return False also if the run is to be longer now."""
+    """False if the run is to be longer now."""
     then = checkpoint.run["config"]
     return checkpoint.progress.get("finished") is not None and all(
         then.get(name) == getattr(config, name) for name in (*LENGTH_SETTINGS, "stop_after")

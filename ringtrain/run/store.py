@@ -36,8 +36,8 @@ def write_checkpoint(
 ) -> Path:
     """Write below ``root``, durable on return; the best is named ``best-step-N``.
 
-    ``may_write`` raises after a takeover, before the rename. An OSError leaves earlier checkpoints untouched. Parents
-    of ``root`` are not created: the run directory may have been moved.
+    ``may_write`` raises after a takeover, before the rename. An OSError leaves earlier checkpoints. Parents of ``root``
+    are not created: the run directory may have been moved.
     """
     make_directory(root)
     name = (f"{BEST}-" if is_best else "") + step_name(checkpoint.step)
@@ -58,7 +58,7 @@ def write_checkpoint(
 
 
 def list_steps(root: Path) -> list[int]:
-    """List steps in ascending order, with damaged ones."""
+    """Ascending, with damaged ones."""
     if not root.is_dir():
         return []
     names = [entry.name for entry in root.iterdir()]

@@ -44,7 +44,7 @@ def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.
 
 
 def slots_that_begin_as_weights(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
-    """Pairs (weight, slot) of slots initialized as copies of weights."""
+    """Pairs (weight, slot)."""
     schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # since Keras 3.14
     parts = [part for part in (optimizer, *getattr(optimizer, "optimizers", ())) if isinstance(part, schedule_free)]
     return [pair for part in parts for pair in zip(part._trainable_variables, part._momentums, strict=True)]

@@ -54,7 +54,7 @@ class Note(NamedTuple):
 
     @property
     def may_hold_lock(self) -> bool:
-        """True if the phase may hold the GIL for long, for example by unpickling."""
+        """The GIL, for example by unpickling."""
         return self.doing in (Phase.JOIN, Phase.PREPARE, Phase.COMPILE)
 
     @property
@@ -78,10 +78,7 @@ def set_phase(doing: Phase, step: int = 0, *, takes_long: bool = False) -> None:
 
 
 def when_it_may_not_take_long(tell_at_once: Callable[[], None] | None) -> None:
-    """Set a callback for the end of a long phase.
-
-    Other ranks must learn of it at once, or apply the long limit to a rank stopped meanwhile.
-    """
+    """Set a callback for the end of a long phase: other ranks would apply its limit to a rank stopped meanwhile."""
     global _tell_at_once
     _tell_at_once = tell_at_once
 

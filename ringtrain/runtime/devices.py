@@ -28,16 +28,16 @@ from ringtrain.runtime.world import GLOO_LAUNCHER, World
 
 Source = Literal["ringtrain", "environment", "launcher"]
 
-# With fewer, TensorFlow runs Horovod's all-reduces after the backward pass. Native sums do so anyway, and a second
-# thread on a single core only competes for its cache.
+# With fewer, TensorFlow runs Horovod's all-reduces after the backward pass. Native sums do so anyway, and on a single
+# core a second thread competes for the cache.
 MIN_INTER_OP_THREADS = 2
-# Horovod copies fused tensors, which within a node costs more than separate messages of large gradients. On GPUs and
-# between nodes (not measured) Horovod's 128 MiB are kept.
+# Horovod copies fused tensors: within a node slower than separate messages. On GPUs and between nodes (not measured)
+# its 128 MiB are kept.
 FUSION_BYTES_ON_CORES = 8 * 1024 * 1024
 # Between nodes. With TCP, each rank would listen on all interfaces, despite btl_tcp_if_include.
 TRANSPORTS_BETWEEN_NODES = "^tcp,ofi,openib,portals4,uct,ugni,usnic"
-# Open MPI takes 4 MiB of /dev/shm per rank, native sums the rest. With less, as in containers, MPI must be able to fall
-# back to TCP, or it ends the rank.
+# Open MPI takes 4 MiB of /dev/shm per rank, native sums the rest. With less, as in containers, MPI needs TCP, or ends
+# the rank.
 SHARED_MEMORY_BYTES_PER_RANK = 16 * 1024 * 1024
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # lets NCCL sum between ranks on one GPU
 DYNAMIC_TIMELINE = "DYNAMIC"  # HOROVOD_TIMELINE for a timeline that programs start and stop
@@ -68,8 +68,7 @@ class Needs:
     hang_timeout: float = 0.0  # of the watchdog, in seconds; 0: no watchdog
     ends_stalls: bool = False  # Horovod stops stalled ranks of a script without a watchdog
     profiles: bool = False  # Horovod's timeline may be started later
-    # If each rank has one core of the same node, sums are native (``collectives.native``); and no operation calls
-    # Python.
+    # Each rank has one core of the same node: native sums (``collectives.native``). No operation calls Python.
     one_at_a_time: bool = False
     horovod: bool = True
 
@@ -85,7 +84,7 @@ def plan_devices(
     *,
     claim_cores: Callable[[tuple[int, ...]], bool] = lambda cores: True,
 ) -> DevicePlan:
-    """Plan this rank's cores, threads and settings; ``environ`` takes precedence."""
+    """``environ`` takes precedence."""
     own_cores: tuple[int, ...] = ()
     cores, cores_source = machine.cores, "launcher" if machine.bound_by_launcher else "environment"
     limit: float = len(machine.cores)
@@ -124,7 +123,7 @@ def adapt_plan(plan: DevicePlan, world: World, environ: Mapping[str, str], needs
 
 
 def why_cannot_pin(world: World, machine: Machine) -> str:
-    """Return an empty reason if ranks can be pinned, or for one rank."""
+    """Empty if ranks can be pinned, or for one rank."""
     if world.local_size == 1:
         return ""
     # With a quota, other containers may be pinned to the same cores.
@@ -140,17 +139,17 @@ def plan_settings(
 ) -> tuple[Setting, ...]:
     wanted = {
         "KERAS_BACKEND": "tensorflow",
-        # Errors only: imports print a page of notices.
+        # Errors only.
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if world.size > 1:
-        # Otherwise Horovod's thread spins in MPI and takes a core.
+        # Otherwise Horovod's thread spins in MPI.
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if world.launcher != GLOO_LAUNCHER:
-            # Seconds. The default, 1, ends ranks with exit code 195 before they have saved, when the launcher dies.
+            # Seconds. With the default, 1, ranks exit with code 195 unsaved when the launcher dies.
             wanted["PMIX_MCA_pmix_event_caching_window"] = "600"
     if is_one_node_of_mpi(world):
-        # Only ob1 uses these transports. By default Open MPI first waits 0.2 s for PSM. Same on all ranks.
+        # Only ob1 uses these transports; Open MPI first waits 0.2 s for PSM. Same on all ranks.
         wanted["OMPI_MCA_pml"] = "ob1"
         if has_shared_memory(world, machine):
             wanted["OMPI_MCA_btl"] = TRANSPORTS_BETWEEN_NODES
@@ -161,8 +160,8 @@ def plan_settings(
         if world.size == world.local_size and not machine.may_have_gpus:
             wanted["HOROVOD_FUSION_THRESHOLD"] = str(FUSION_BYTES_ON_CORES)
     if world.size > 1 and needs.hang_timeout:
-        # The watchdog reports first: Horovod's report lacks causes, and Gloo fails half a minute after a rank is
-        # stopped, for instance by a debugger.
+        # The watchdog reports first: Horovod's report lacks causes, and Gloo fails half a minute after a debugger stops
+        # a rank.
         patience = str(math.ceil(2 * limit_seconds(needs.hang_timeout, takes_long=True)))
         wanted["HOROVOD_STALL_CHECK_TIME_SECONDS"] = patience
         if world.launcher == GLOO_LAUNCHER:
@@ -194,7 +193,7 @@ def has_shared_memory(world: World, machine: Machine) -> bool:
 
 
 def describe_shared_memory(world: World, plan: DevicePlan) -> list[str]:
-    """Warn if MPI may use TCP for lack of shared memory."""
+    """MPI may use TCP for lack of shared memory."""
     is_chosen = any(setting.name == "OMPI_MCA_btl" for setting in plan.settings)
     if not is_one_node_of_mpi(world) or is_chosen:
         return []
@@ -265,7 +264,7 @@ def start_tensorflow(plan: DevicePlan, world: World) -> str:
 
 
 def open_device(device: str, world: World) -> None:
-    """Open TensorFlow's devices, which cannot be changed afterwards."""
+    """Devices cannot be changed afterwards."""
     import tensorflow as tf
 
     try:
@@ -286,10 +285,7 @@ def misses_gpus(machine: Machine, environ: Mapping[str, str]) -> bool:
 
 
 def own_gpu() -> str | None:
-    """Return the UUID of this process's GPU (or MIG part); None without one. Needs TensorFlow.
-
-    Source: CUDA Driver API, cuDeviceGetUuid_v2.
-    """
+    """Return the UUID of this process's GPU or MIG part (CUDA Driver API, cuDeviceGetUuid_v2). Needs TensorFlow."""
     import tensorflow as tf
 
     visible = tf.config.get_visible_devices("GPU")

@@ -66,7 +66,7 @@ def _are_flags(value: str) -> bool:
 
 
 def check_address_space(limit: int) -> None:
-    """With too little (``ulimit -v``) TensorFlow fails anywhere, or hangs."""
+    """With too little TensorFlow fails anywhere, or hangs."""
     if limit != resource.RLIM_INFINITY and limit < MIN_ADDRESS_BYTES:
         raise UsageError(
             f"this process may have {limit / 2**30:.1f} GiB of address space (ulimit -v {limit // 1024}), and "

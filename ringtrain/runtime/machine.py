@@ -24,7 +24,7 @@ class Machine:
     cores: tuple[int, ...]  # in the affinity mask
     quota: float | None = None  # cgroup's limit, in cores
     bound_by_launcher: bool = False  # each rank has its own cores
-    # A driver exists; ranks may still hide GPUs (``CUDA_VISIBLE_DEVICES``), so that this is the same on a node's ranks.
+    # A driver exists: the same on a node's ranks, which may hide GPUs (``CUDA_VISIBLE_DEVICES``).
     may_have_gpus: bool = False
     shared_memory_bytes: int = 0  # size of ``/dev/shm``
     shm_free_bytes: int = 0
@@ -87,7 +87,7 @@ def cgroup_directories(root: Path, controller: str) -> list[Path]:
 
 
 def claim_cores(cores: tuple[int, ...]) -> bool:
-    """Reserve cores until exit; False, without any, if another run on this machine holds one.
+    """Reserve all cores until exit, or none if another run on this machine holds one.
 
     A claim is an address in Linux's abstract socket namespace (unix(7)): exclusive, freed by the system. Any user can
     bind it: see ``is_run_on_core``.

@@ -21,7 +21,6 @@ LONGEST_COMMAND = 80  # characters
 
 
 def hand_over(name: str, timeout: float) -> None:
-    """Start a helper for the processes that hold this process's output."""
     pids = find_holders(os.environ)
     if pids:
         with contextlib.suppress(OSError):

@@ -124,7 +124,7 @@ def ask(command: Sequence[str], *, seconds: float, **options: Any) -> tuple[int 
 
 
 def start_aside(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a module's ``main`` in a new process, fast: standard library only (-S), isolated (-I)."""
+    """Call a module's ``main``; fast: standard library only (-S), isolated (-I)."""
     code = f"import sys; sys.path.append({PACKAGES!r}); from {__name__} import run_aside; run_aside(*sys.argv[1:])"
     return subprocess.Popen([sys.executable, "-I", "-S", "-c", code, module, *arguments], **options)
 

@@ -51,7 +51,7 @@ def record_end(values: Mapping[str, Any]) -> None:
 
 
 def note_signal(directory: Path) -> None:
-    """Record that ``launch local`` reports and passes on a signal."""
+    """``launch local`` reports and passes on a signal."""
     (directory / SIGNAL_FILE).touch()
 
 
@@ -67,7 +67,7 @@ def find_supervisor() -> int | None:
 
 
 def record_exit() -> None:
-    """Report that this rank has finished; user code may exit with 0 earlier."""
+    """Not written if user code exits with 0 earlier."""
     named = os.environ.get(LEFT_VARIABLE)
     if named:
         with contextlib.suppress(OSError):

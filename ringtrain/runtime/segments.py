@@ -16,9 +16,9 @@ FIRST_PID_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO
 
 
 def remove_dead_segments() -> list[Path]:
-    """Remove this user's and host's segments that no living process maps; return their paths. Ignores errors.
+    """Remove this user's and host's segments that no living process maps; return their paths.
 
-    Containers may share ``/dev/shm`` and the host name: it needs to see all processes of the machine.
+    Needs to see all processes of the machine: containers may share ``/dev/shm`` and the host name.
     """
     dead = {}
     if not sees_all_processes():

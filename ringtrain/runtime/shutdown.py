@@ -2,8 +2,8 @@
 
 At exit, Python waits without limit for non-daemon threads, ``multiprocessing`` children and ``atexit`` handlers. A
 daemon thread gives them ``--exit_timeout`` seconds, reports them, and ends the process with its exit code. It counts
-its own ticks: time in which the process is stopped does not count. If no Python thread can run, a timer of the C
-library ends the process.
+its own ticks, not time in which the process is stopped. If no Python thread can run, a timer of the C library ends the
+process.
 """
 
 from __future__ import annotations

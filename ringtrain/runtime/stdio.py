@@ -1,7 +1,7 @@
 """Fault-tolerant stdout and stderr.
 
-If a pipe's reader exits (``| head``), a terminal closes or a disk is full, prints and the final flush would raise
-errors: switch to ``/dev/null``. If a reader pauses (``| less``, Ctrl-S), drop output: otherwise all ranks would wait.
+If a pipe's reader exits (``| head``), a terminal closes or a disk is full, prints would raise errors: switch to
+``/dev/null``. If a reader pauses (``| less``, Ctrl-S), drop output: otherwise all ranks would wait.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _LastingText(io.TextIOWrapper):
 
 
 def keep_streams() -> None:
-    """Make stdout and stderr fault-tolerant, unless already replaced."""
+    """Make stdout and stderr fault-tolerant, unless replaced."""
     for name, number in STREAMS.items():
         stream = getattr(sys, name)
         if stream is None:  # closed at the start: the next opened file must not get its descriptor
@@ -126,7 +126,7 @@ def has_lost_stdout() -> bool:
 
 
 def warn_by(warn: Callable[[str], None]) -> None:
-    """Also report lost streams to ``warn``, earlier ones included."""
+    """Also report earlier losses."""
     global _warn
     _warn = warn
     while _untold:

@@ -1,8 +1,8 @@
 """Stop requests: signals, the file ``stop`` in the run directory, time limits, and the launcher's end.
 
-A thread waits for signals by the wake-up pipe, since Python's handlers do not run during C calls such as a training
-step. A request sets a flag, sent in the control vector, so that all ranks save at the same step. Before the first step,
-signals except SIGUSR1 end the process at once. ``nohup`` keeps SIGHUP ignored.
+A thread waits for signals by the wake-up pipe: Python's handlers do not run during C calls such as a training step. A
+request sets a flag, sent in the control vector, so that all ranks save at the same step. Before the first step, signals
+except SIGUSR1 end the process at once. ``nohup`` keeps SIGHUP ignored.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StopRequests:
         self._limits = sorted((now + limit.seconds_left, limit.reason) for limit in limits)
 
     def watch_launcher(self) -> None:
-        """Also stop if a process that started this one exits."""
+        """Also stop if an ancestor exits."""
         self._lineage = self._lineage_at_start
 
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
@@ -116,7 +116,7 @@ class StopRequests:
         self._is_training = True
 
     def end_training(self) -> None:
-        """After an error, requests have no effect and no message."""
+        """Requests have no effect and no message after an error."""
         self._announce = lambda reason: None
 
     def clear_file(self) -> None:

@@ -40,10 +40,7 @@ def plan_job_limit(end: float, *, now: float, job: str) -> TimeLimit:
 
 
 def read_job_end(environ: Mapping[str, str], ask: Callable[[str], str] | None = None) -> float | None:
-    """Return this Slurm job's end in seconds since 1970; None outside a job or without a limit.
-
-    ``squeue`` knows later changes; the environment is the fallback.
-    """
+    """Return this Slurm job's end in seconds since 1970; ``squeue`` knows later changes than the environment."""
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return None

@@ -15,10 +15,7 @@ from ringtrain.report.reading import read_run
 
 
 def write_report(runs: Sequence[Path], target: Path, *, may_write: Callable[[], None] = lambda: None) -> None:
-    """Write a report atomically.
-
-    ``may_write`` is called just before the rename. Raises UsageError for reading, OSError for writing.
-    """
+    """Atomic; ``may_write`` precedes the rename. Raises UsageError for reading, OSError for writing."""
     try:
         page = make_page([read_run(run) for run in runs])
     except OSError as error:

@@ -64,7 +64,7 @@ def plan_charts(runs: Sequence[dict[str, Curve]]) -> list[Chart]:
 
 
 def find_marks(run: RunRecord) -> tuple[list[Mark], int]:
-    """Return events other than progress, and the number omitted."""
+    """Return marks, and the number omitted."""
     times = elapsed_times(run.events)
     marks, step = [], 0
     for place, event in enumerate(run.events):
@@ -107,7 +107,7 @@ def _kinds_of(name: str, runs: Sequence[dict[str, Curve]]) -> dict[str, str]:
 
 
 def _is_same(curves: dict[str, Curve]) -> bool:
-    """True if data loss equals loss (no regularisation)."""
+    """True without regularisation."""
     return all(
         f"{kind}/data_loss" not in curves
         or (f"{kind}/loss" in curves and _are_equal(curves[f"{kind}/loss"].means, curves[f"{kind}/data_loss"].means))

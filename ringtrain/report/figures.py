@@ -173,7 +173,7 @@ def _outline(x: Numbers, lows: Numbers, highs: Numbers) -> dict[str, Any]:
 
 
 def _marks(runs: Sequence[DrawnRun]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Lines and glyphs of marks; glyphs at the same step are side by side."""
+    """Lines and glyphs, side by side at the same step."""
     taken: Counter[float] = Counter()
     for place, run in enumerate(runs):
         for mark in run.marks:

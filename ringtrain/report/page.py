@@ -108,7 +108,7 @@ def _template() -> Any:
 
 @functools.cache
 def _own_files() -> tuple[str, list[str]]:
-    """Return style and programs; only those run, by their digests."""
+    """Return style and programs, which the page permits by digest."""
     colours = {f"run-{place}": colour for place, colour in enumerate(RUN_COLOURS)}
     colours |= {f"part-{kind}": colour for kind, colour in PART_COLOURS.items()}
     style = (TEMPLATE / "page.css").read_text(encoding="utf-8")

@@ -77,12 +77,7 @@ def elapsed_times(events: Sequence[Mapping[str, Any]]) -> Numbers | None:
 
 
 def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points: int = MAX_POINTS) -> Curve:
-    """Thin to ``max_points``, keeping extremes.
-
-    Args:
-        steps: [n], increasing.
-        values: [n].
-    """
+    """Keep extremes. ``steps``: [n], increasing; ``values``: [n]."""
     is_finite = np.isfinite(values)
     finite = np.where(is_finite, values, np.nan)
     starts = np.arange(len(values))

@@ -126,7 +126,7 @@ def describe_environment(run: RunRecord) -> list[Fact]:
 
 
 def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], list[Fact]]:
-    """Return differing settings with all values, and equal ones."""
+    """Return differing settings, and equal ones."""
     names = dict.fromkeys(name for settings in runs for name in settings)
     differing, same = [], []
     for name in names:

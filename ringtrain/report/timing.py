@@ -41,7 +41,7 @@ def split_time(events: Events) -> dict[str, float]:
 
 
 def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
-    """Split events by start, including failed ones."""
+    """Split by start, including failed ones."""
     parts: list[list[Mapping[str, Any]]] = []
     for event in events:
         if not parts or event["event"] == "start" or parts[-1][-1]["event"] == "end":
@@ -66,7 +66,7 @@ def _training(events: Events) -> dict[str, float]:
 
 
 def _interrupted(events: Events, elapsed: Numbers) -> dict[str, float]:
-    """Time lost in failures (after the last event) and kills (up to the next start)."""
+    """Lost in failures (after the last event) and kills (up to the next start)."""
     known = {"lost": 0.0, "killed": 0.0}
     first = 0
     for attempt in attempts(events):

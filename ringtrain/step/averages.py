@@ -1,6 +1,6 @@
 """The moving average of the weights, for evaluation.
 
-An evaluation reads it through a scope: weights are never swapped, so no save or step sees it.
+An evaluation reads it through a scope: no save or step sees it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class LocalGradients:
         rank: int,
         jit_compile: bool = False,
     ) -> None:
-        """Traces nothing. ``dtype``: of losses and sums. ``jit_compile``: use XLA, except across ranks."""
+        """``dtype``: of losses and sums. ``jit_compile``: use XLA, except across ranks."""
         self._workload, self._model, self._loss_scale = workload, model, loss_scale
         self._dtype, self._accumulate, self._seed, self._rank = dtype, config.accumulate, config.seed, rank
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
@@ -70,10 +70,10 @@ class LocalGradients:
         return self._of_micro_batches(batch, local_count, before)
 
     def zero_gradients(self, batch: Batch, structure: StepStructure) -> Forward:
-        """Zero gradients of an empty batch.
+        """Zeros depend on the batch, each by its own factor.
 
         TensorFlow sees Horovod's operations as stateless: it would fold one with a constant input, and merge two with
-        equal inputs, while other ranks wait. So zeros depend on the batch, each by its own factor.
+        equal inputs, while other ranks wait.
         """
         nothing = tf.shape(batch.indices, tf.int64)[0]
         factors = itertools.count(1)
@@ -120,7 +120,7 @@ class LocalGradients:
                 *zip(self._fixed_or_state, state, strict=True),
                 *zip(self._seed_states, self._dropout_seeds(step, micro_batch), strict=True),
             ]
-            # Keeps updates of the forward pass (BatchNorm's statistics), so that a non-finite step discards them.
+            # Keeps updates of the forward pass (BatchNorm's statistics), which a non-finite step discards.
             with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
                 with noting_calls() as calls:
                     outputs = call_model(self._workload, self._model, x, training=True)
@@ -146,7 +146,7 @@ class LocalGradients:
         return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
 
     def _require_every_rank(self, calls: Sequence[str]) -> None:
-        """Refuse collectives that ranks without samples would not join."""
+        """Ranks without samples would not join them."""
         if calls and not self.needs_every_rank:
             name = type(self._workload).__name__
             raise UsageError(
@@ -181,8 +181,7 @@ class LocalGradients:
         loop_variables = (tf.constant(1), gradients, first.sums, first.state)
         shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
         shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
-        # If the forward pass is collective, empty micro-batches run too, in order: TensorFlow orders stateful
-        # operations.
+        # In a collective forward pass, empty micro-batches run too, in order: TensorFlow orders stateful operations.
         asked = tf.nest.flatten(loop_variables) if self.needs_every_rank else []
         with tf.control_dependencies(asked):
             _, gradients, sums, state = tf.while_loop(
@@ -245,7 +244,7 @@ class CompiledGradients:
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """Unpack IndexedSlices, which a loop cannot carry."""
+    """A loop cannot carry IndexedSlices."""
     return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -254,14 +253,14 @@ def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Var
 
 
 def _add(a: Any, b: Any) -> Any:
-    """Add gradients; concatenate sparse rows."""
+    """Concatenate sparse rows."""
     if isinstance(a, tuple):
         return tuple(tf.concat([left, right], axis=0) for left, right in zip(a, b, strict=True))
     return a + b
 
 
 def _growing_shape(gradient: Any) -> Any:
-    """Return a loop shape in which the number of sparse rows may grow."""
+    """The number of sparse rows may grow in a loop."""
     if isinstance(gradient, tuple):
         return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
     return gradient.shape
@@ -284,7 +283,7 @@ def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
 
 
 def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """Set the static shape: fusion depends on it, and ranks without samples know only the variables."""
+    """Fusion depends on the static shape, and ranks without samples know only the variables."""
     if not isinstance(gradient, tf.IndexedSlices):
         gradient.set_shape(variable.shape)  # unknown after a user-defined gradient, for example
     return gradient
@@ -297,6 +296,6 @@ def with_known_rows(gradient: Any, variable: Any) -> Any:
 
 
 def unfolded_zeros(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:
-    """Zeros that TensorFlow cannot fold (see ``LocalGradients.zero_gradients``), as it does not know that step >= 0."""
+    """TensorFlow does not know that step >= 0 (see ``LocalGradients.zero_gradients``)."""
     nothing = tf.minimum(step, 0) * number
     return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)

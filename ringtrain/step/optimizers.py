@@ -1,7 +1,6 @@
 """Fused updates of Keras' most used optimizers, and optimizers for large batches.
 
-Keras' updates pass over memory several times, which is slow for layers larger than a cache. TensorFlow has one
-operation per formula.
+Keras' updates pass over memory several times: slow for layers larger than a cache.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class FusedRMSpropUpdate:
 
 
 class LayerwiseUpdate:
-    """Rate per weight, from norms of weight and direction; ``sum_over_ranks`` completes norms of sharded weights."""
+    """``sum_over_ranks`` completes norms of sharded weights."""
 
     sum_over_ranks: Callable[[tf.Tensor], tf.Tensor] = staticmethod(lambda vector: vector)
 

@@ -1,7 +1,7 @@
 """Sharded optimizer (ZeRO-1, Rajbhandari et al. 2020): each rank has pieces of the weights and their slots.
 
 The pieces are the optimizer's variables: vectors with the weights' names, some empty. Element-wise updates are
-unchanged; norms of all gradients are summed over the ranks.
+unchanged; norms are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ShardedOptimizer:
         return piece
 
     def _build(self) -> None:
-        """Build the optimizer, and record the weight of each slot."""
+        """Also record the weight of each slot."""
         optimizer, add = self.optimizer, self.optimizer.add_variable_from_reference
         index_of = {optimizer._var_key(piece): index for index, piece in enumerate(self.pieces)}
 
@@ -90,7 +90,7 @@ class ShardedOptimizer:
             )
 
     def _keep_exclusions(self) -> None:
-        """Apply exclusions from decay, which match full names of weights, to their pieces."""
+        """Exclusions from decay match full names of weights, not pieces."""
         optimizer, pairs = self.optimizer, zip(self.pieces, self._weights, strict=True)
         decays = {optimizer._var_key(piece): optimizer._use_weight_decay(weight.value) for piece, weight in pairs}
         optimizer._use_weight_decay = lambda variable: decays[optimizer._var_key(variable)]
@@ -225,7 +225,7 @@ def _halve(values: np.ndarray) -> list[np.ndarray]:
 def _update(
     optimizer: keras.optimizers.Optimizer, first: Sequence[np.ndarray], gradients: Sequence[Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """Update by a copy of the optimizer, without clipping, at a large rate."""
+    """Use a copy of the optimizer, without clipping, at a large rate."""
     config = optimizer.get_config() | {"learning_rate": PROBE_RATE}
     twin = type(optimizer).from_config(config)
     twin.clipnorm = twin.global_clipnorm = twin.gradient_accumulation_steps = None

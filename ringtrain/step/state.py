@@ -1,9 +1,9 @@
 """State that a forward pass updates (BatchNorm's moving statistics), as sums over all ranks.
 
-Floating-point state becomes the mean over all samples. Integers and booleans, whose mean would be rounded, must be
-equal on all ranks with samples. Each is sent as four 16-bit digits and their squares, in float64. Ranks agree if and
-only if ``(sum of digits)**2 == number of ranks * (sum of squares)`` (Cauchy-Schwarz), exact up to 1,448 ranks. Integers
-are those of the first micro-batch: ranks may have different numbers of them.
+Floating-point state becomes the mean over all samples. Integers and booleans must be equal on all ranks with samples.
+Each is sent as four 16-bit digits and their squares, in float64. Ranks agree if and only if ``(sum of digits)**2 ==
+number of ranks * (sum of squares)`` (Cauchy-Schwarz), exact up to 1,448 ranks. Integers are those of the first
+micro-batch: ranks may have different numbers of them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) ->
 
 
 def require_equal_state(divergent: int, variables: Sequence[keras.Variable], step: int) -> None:
-    """Raise UsageError on all ranks, for different integers."""
+    """Raise UsageError on all ranks."""
     if divergent:
         variable = variables[divergent - 1]
         raise UsageError(

@@ -11,10 +11,7 @@ Item = TypeVar("Item")
 
 
 class StepTimes:
-    """Sums parts of the step time between log lines, by this rank's clock.
-
-    Computation and communication are separate only if timed (on cores, not deterministic).
-    """
+    """Sums between log lines, by this rank's clock; computation and communication are separate only if timed."""
 
     def __init__(self, *, times_communication: bool) -> None:
         self._times_communication = times_communication
@@ -47,7 +44,7 @@ class StepTimes:
         self._steps += time.perf_counter() - begin
 
     def note_communication(self, seconds: float) -> None:
-        """Add seconds from this rank's last gradient to the last sum."""
+        """``seconds``: from this rank's last gradient to the last sum."""
         self._communication += seconds
 
     def totals(self) -> dict[str, float]:

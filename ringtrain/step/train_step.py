@@ -1,8 +1,8 @@
 """The compiled training step: forward, backward, reduction, finite check, update.
 
 The sum over ranks of gradients of (sum of local losses) / (*global* number of samples) is exactly the gradient of the
-global mean, even for unequal local batches. The control vector, a few sums, is reduced with the gradients; all
-decisions use reduced numbers, which are equal on all ranks.
+global mean, even for unequal local batches. The control vector is reduced with the gradients; all decisions use reduced
+numbers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class TrainStep:
     ) -> None:
         """Trace the step; this rank's batches mostly have ``local_batch_size`` samples.
 
-        ``times_communication``: False in deterministic mode, as TensorFlow refuses clocks, and on a GPU, as the host
-        would wait. ``jit_compile``: ignored if a layer uses other ranks.
+        ``times_communication``: False in deterministic mode (TensorFlow refuses clocks) and on a GPU (the host would
+        wait). ``jit_compile``: ignored if a layer uses other ranks.
         """
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
@@ -85,7 +85,7 @@ class TrainStep:
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
-        """Trace again without XLA if XLA cannot compile it and is optional."""
+        """Fall back from XLA if it is optional."""
         self._local_gradients = LocalGradients(
             workload, config, self.model, self.loss_scale, dtype=self._dtype, rank=rank, jit_compile=jit_compile
         )
@@ -124,7 +124,7 @@ class TrainStep:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Metrics, in the order of their sums."""
+        """In the order of their sums."""
         return self._structure.metric_names
 
     @property
@@ -140,7 +140,6 @@ class TrainStep:
         return self._structure.state
 
     def is_traced_for(self, batch: Batch) -> bool:
-        """Return False if TensorFlow must trace first."""
         function = self._function_for(batch)
         return function is self._train or function.experimental_get_tracing_count() > 0
 
@@ -151,7 +150,6 @@ class TrainStep:
         return self._train_any if num_samples or self._local_gradients.needs_every_rank else self._join
 
     def python_operations(self) -> list[str]:
-        """Return operations of the usual step that call Python."""
         return python_operations(self._train.graph)
 
     @property
@@ -161,18 +159,18 @@ class TrainStep:
 
     @property
     def named_variables(self) -> dict[str, keras.Variable]:
-        """Variables equal on all ranks, with names such as ``weights/digits``."""
+        """Equal on all ranks; names such as ``weights/digits``."""
         sharded = self.sharded
         return {name: v for name, v in self._name_all().items() if sharded is None or not sharded.is_shared_out(v)}
 
     @property
     def named_pieces(self) -> dict[str, keras.Variable]:
-        """Pieces of sharded slots, by slot."""
+        """Sharded slots only."""
         return {name: v for name, v in self._name_all().items() if self.sharded and self.sharded.is_shared_out(v)}
 
     @property
     def shapes_of_shared_out(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of whole sharded slots."""
+        """Whole sharded slots."""
         pieces = self.named_pieces.items() if self.sharded is not None else ()
         return {name: (self.sharded.shape_of(v), str(v.dtype)) for name, v in pieces if self.sharded is not None}
 
@@ -204,7 +202,7 @@ class TrainStep:
         )
 
     def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
-        """Compute the gradients again; return weights for which they are not finite here. Collective."""
+        """Compute this rank's gradients again; return weights. Collective."""
         if not (batch.indices.shape[0] or self._local_gradients.needs_every_rank):
             return []
         are_finite = self._look_again(batch).numpy()
@@ -213,7 +211,7 @@ class TrainStep:
         ]
 
     def require_equal_state(self, returned: tf.Tensor, step: int) -> None:
-        """Raise UsageError for different integers on the ranks."""
+        """Raise UsageError on all ranks."""
         require_equal_state(int(read_value(returned, "divergent_state")), self.state, step)
 
     def read(self, returned: tf.Tensor) -> StepReport:
@@ -303,7 +301,7 @@ def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) 
 
 
 def python_operations(graph: Any) -> list[str]:
-    """Return names of operations that call foreign Python code."""
+    """Exclude ringtrain's own."""
     nodes = []
     while graph is not None and hasattr(graph, "outer_graph"):
         definition = graph.as_graph_def()
@@ -314,12 +312,12 @@ def python_operations(graph: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def constant(values: float | tuple[float, ...]) -> tf.Tensor:
-    """Return a float64 tensor, cached because most calls repeat the last values."""
+    """Cached: most calls repeat the last values."""
     return tf.constant(values, tf.float64)
 
 
 def moment_after(values: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    """Return the host's time, in seconds, when the last value is ready: float64 []."""
+    """Host's time in seconds when the last value is ready: float64 []."""
     tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     with tf.control_dependencies(tensors):
         return tf.timestamp()

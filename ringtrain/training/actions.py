@@ -139,7 +139,7 @@ class Evaluate(Action):
             self._session.warn(f"{type(self._job.workload).__name__}.summaries is not shown: {describe_defect(error)}")
 
     def _show(self, step: int) -> None:
-        """Show the workload's summaries of the first samples, on rank 0, without a collective."""
+        """Show the first samples, on rank 0, without a collective."""
         source = self._job.evaluation
         if source is not None:
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
@@ -175,7 +175,7 @@ def note_places(job: Job, session: RunSession, step: int) -> None:
 
 
 class CheckReplicas(Action):
-    """Compare the replicas every n steps and before each save: no divergent state is saved."""
+    """Also before each save: no divergent state is saved."""
 
     def __init__(self, job: Job, session: RunSession) -> None:
         super().__init__(job, session)

@@ -142,7 +142,7 @@ def warn_of_settings(workload: Workload, config: Config, step: TrainStep, *, is_
 
 
 def find_micro_batch_state(config: Config, step: TrainStep) -> list[str]:
-    """Find variables that each micro-batch updates, such as SyncBatchNormalization's statistics."""
+    """For example SyncBatchNormalization's statistics."""
     return [v.path for v in step.state if not is_integer_or_bool(v)] if config.accumulate > 1 else []
 
 

@@ -37,7 +37,7 @@ class EvalReport:
 
     @property
     def values(self) -> dict[str, float]:
-        """``best_metric`` is one of these."""
+        """Candidates for ``best_metric``."""
         return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}
 
 

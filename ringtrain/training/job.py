@@ -80,7 +80,7 @@ class Job:
         return every > 0 and step % every == 0 and step != self.plan.total_steps
 
     def may_save(self, step: int, *, is_last: bool) -> bool:
-        """True if a checkpoint is due, or an evaluation that may be the best."""
+        """An evaluation may be the best."""
         return self.is_checkpoint_due(step) or self.is_evaluation_due(step, is_last=is_last)
 
 
@@ -95,7 +95,7 @@ def create_job(
     optimizer: Callable[[], keras.optimizers.Optimizer] | None = None,
     in_groups: bool | None = None,
 ) -> Job:
-    """Read the data, create the model, trace the steps, and compare the ranks. Collective.
+    """Read data, create model and steps, compare the ranks. Collective.
 
     ``adapt_model`` changes the model before tracing; ``optimizer`` replaces the workload's and the settings'.
     ``in_groups``: see ``GradientReduction``.
@@ -207,5 +207,5 @@ def check_labels(job: Job, sources: Sources) -> None:
 
 
 def are_labels_unmodified(workload: Workload, train: Source | Feed) -> bool:
-    """True if batches have the labels in memory; ``augment`` may change them."""
+    """False for labels not in memory; ``augment`` may change others."""
     return isinstance(train, ArraySource) and own_augment(workload) is None

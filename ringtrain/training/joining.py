@@ -87,7 +87,7 @@ def needs_of(config: Config, world: World, workload_class: type[Workload] | None
 
 @contextlib.contextmanager
 def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[Collective, Watchdog]]:
-    """Join the other ranks under a watchdog, and leave them: at once if only this rank failed, as they would wait."""
+    """Join the other ranks under a watchdog; leave at once if only this rank failed, as they would wait."""
     from ringtrain.collectives.connect import connect, require_working_sums, with_native_sums
     from ringtrain.collectives.context import use_collective
     from ringtrain.guard.preflight import require_same_start
@@ -113,7 +113,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
 
 
 def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *, is_agreed: bool = True) -> None:
-    """Leave for an error. Returns only if all ranks have it: otherwise they would wait, and this process ends.
+    """Return only if all ranks have the error: otherwise they would wait, and this process ends.
 
     ``is_agreed``: False if an error that all should have may be only this rank's.
     """

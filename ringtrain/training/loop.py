@@ -150,8 +150,8 @@ def warn_of_other_data(job: Job, data: Mapping[str, str], session: RunSession) -
 def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple[int, Ending]:
     """Train all steps, with the actions that are due.
 
-    On a GPU the host reads step k while the device computes step k+1, so that the device never waits. On cores, or if
-    step k determines the samples of step k+1, the host reads it at once.
+    On a GPU the host reads step k while the device computes step k+1. On cores, or if step k determines the samples of
+    step k+1, the host reads it at once.
     """
     guard, batches, times = NonfiniteGuard(job, session), job.batches, job.times
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
@@ -208,7 +208,7 @@ def settle(
     trained: Trained,
     last_ending: Ending | None,
 ) -> Ending | None:
-    """Read a step's result, run due actions, and return the ending, if any."""
+    """Read a step's result, and run due actions."""
     step, batch, returned, is_last = trained
     guard.check(step, batch, returned)
     job.times.note_communication(read_value(returned, "communication_sec"))

@@ -53,12 +53,7 @@ class NonfiniteGuard:
         self._job, self._session, self._num_kept = job, session, 0
 
     def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
-        """Check a step.
-
-        Raises:
-            UsageError: ranks computed different integers for the model's state.
-            DivergedError: the run must stop.
-        """
+        """Raise DivergedError if the run must stop, UsageError for model state with different integers on the ranks."""
         if read_value(returned, "is_finite"):
             self._session.progress.skipped_in_a_row = 0
             return

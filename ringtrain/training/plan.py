@@ -119,5 +119,5 @@ def own_augment(workload: Workload) -> Augment | None:
 
 
 def place_of_data(config: Config) -> str:
-    """Return the directory that marks this rank's pipeline state in a checkpoint."""
+    """Marks this rank's pipeline state in a checkpoint."""
     return "" if config.data_dir is None else os.path.realpath(config.data_dir)

@@ -29,11 +29,7 @@ def describe_ranks(collective: Collective) -> list[dict[str, Any]]:
 
 
 def gather_usage(collective: Collective, seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Collective.
-
-    Args:
-        seconds: this rank's time by part of the step.
-    """
+    """``seconds``: this rank's, by part of the step. Collective."""
     mine = {
         **{name: round(value, 3) for name, value in seconds.items()},
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # Linux: KiB

@@ -153,7 +153,7 @@ def set_values(
     values: Mapping[str, npt.NDArray[Any]],
     shared_out: Mapping[str, tuple[tuple[int, ...], str]] | None = None,
 ) -> None:
-    """Assign values that match by name, shape and type; sharded ones must match, and are set elsewhere."""
+    """Names, shapes and types must match; sharded values are set elsewhere."""
     shapes = {name: (tuple(v.shape), str(v.dtype)) for name, v in variables.items()} | dict(shared_out or {})
     saved = {name: (value.shape, value.dtype.name) for name, value in values.items()}
     if shapes != saved:
@@ -169,7 +169,7 @@ def set_values(
 
 
 def take_weights(job: Job, source: Path) -> list[str]:
-    """Load weights that match by name and shape; return log lines. Prefers a run's best checkpoint."""
+    """Load weights that match by name and shape, of a run's best checkpoint; return log lines."""
     path = find_checkpoint(source)
     saved = read_checkpoint(path).variables
     weights = {name: v for name, v in job.step.named_variables.items() if name.startswith("weights/")}

@@ -105,28 +105,28 @@ class RunSession:
         )
 
     def log(self, event: str, values: Mapping[str, float], *, step: int, **facts: Any) -> None:
-        """Write an event on rank 0: ``values``, also for TensorBoard, and further facts."""
+        """Write an event on rank 0; ``values`` also for TensorBoard."""
         if self.directory is not None and self._events is not None:
             self.directory.write_event(event, step=step, **facts, **values)
             self._events.scalars(event, values, step=step)
 
     def show(self, summaries: Mapping[str, Images | Histogram], *, step: int) -> None:
-        """Write images and histograms for TensorBoard, on rank 0."""
+        """On rank 0."""
         if self._events is not None:
             self._events.show(summaries, step=step)
 
     def warn(self, message: str) -> None:
-        """Log a warning on rank 0."""
+        """On rank 0."""
         if self.directory is not None:
             write_warning(self.directory, self.console, message)
 
     def save(self, step: int, variables: Variables, extra: Arrays, *, as_step: bool, as_best: bool) -> None:
-        """Start to write a checkpoint on rank 0, of the variables and ``extra`` arrays."""
+        """Start to write a checkpoint on rank 0."""
         if self._writer is not None:
             self._writer.save(self._take_snapshot(step, variables, extra), as_step=as_step, as_best=as_best)
 
     def finish(self, step: int, variables: Variables, extra: Arrays, seconds: Mapping[str, float]) -> str:
-        """Write the last checkpoint; return the directory of checkpoints. Collective: all ranks return after the save.
+        """Write the last checkpoint; return the directory of checkpoints, after the save on all ranks. Collective.
 
         ``seconds``: this rank's time by part of the step.
         """
@@ -164,9 +164,9 @@ class RunSession:
         raise PreemptedError(f"stopped by {who}: {saved} is saved in {path}. {way_on}", stopped_by=cause or "signal")
 
     def _find_requests(self) -> tuple[str, Cause | None]:
-        """Describe the requests to stop of all ranks, and give their kind or None. Collective.
+        """Describe all ranks' requests to stop. Collective.
 
-        The user's file counts first: a job that starts runs again must not do so then.
+        The user's file counts first: a job must not start the run again then.
         """
         node = self.collective.world.node
         mine = [self.requests.reason, self.requests.cause, node]
@@ -181,10 +181,7 @@ class RunSession:
         return who, next((cause for cause in causes if cause in given), None)
 
     def close(self) -> None:
-        """Ignore further requests to stop, and finish a pending save.
-
-        Errors are suppressed: the cause of the end matters more.
-        """
+        """Ignore further requests to stop, finish a pending save, suppress errors."""
         self.requests.end_training()
         if self._writer is None or self._events is None:
             return

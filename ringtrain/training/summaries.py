@@ -70,7 +70,7 @@ class EventFiles:
 
 @contextlib.contextmanager
 def explaining(directory: Path) -> Iterator[None]:
-    """Name the directory in errors; TensorFlow's name an operation."""
+    """TensorFlow's errors name an operation."""
     try:
         yield
     except (tf.errors.OpError, OSError) as error:

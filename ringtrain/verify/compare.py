@@ -1,18 +1,17 @@
 """``ringtrain verify``: check that N processes train the same as one.
 
-The same global batches are trained with each world size. In float64, weights, slots, losses, evaluation, replicas and
-the ledger of samples must agree to 1e-10 after any number of steps; in float32, whose rounding grows without bound,
-after one. Other paths and the settings' precision and compression are separate trials (``verify/trials.py``).
+Each world size trains the same global batches. In float64, weights, slots, losses, evaluation, replicas and the ledger
+of samples must agree to 1e-10 after any number of steps; in float32, whose rounding grows without bound, after one.
+Other paths, precisions and compression are separate trials (``verify/trials.py``).
 
-Differences are relative to the scale of rounding. Large terms of a gradient may cancel: those of an attention's key
-bias, and of a bias before batch normalization, are zero except for rounding. So the scale of a tensor is the largest
-value of its kind (weights, or one kind of slots) in its layer, or 1e-4 of the model's largest.
+Differences are relative to the scale of rounding. Large terms of a gradient may cancel, as for an attention's key bias,
+or a bias before batch normalization. So a tensor's scale is the largest value of its kind (weights, or one kind of
+slots) in its layer, or 1e-4 of the model's largest.
 
-Optimizers may amplify such a gradient: Lion takes its sign; Adam divides by its size, if above epsilon. So the
-reference trains again from weights changed in their last bit. A difference below ``noise_factor`` times the effect is
-not determined by the training; such tensors are named, and their gradients compared by accumulating slots and the
-float32 step of plain SGD. Losses do not depend on such weights and get little tolerance, which unseeded random numbers
-exceed.
+Optimizers may amplify such a gradient: Lion takes its sign, Adam divides by its size. So the reference trains again
+from weights changed in their last bit. A difference below ``noise_factor`` times the effect is not determined by the
+training; such tensors are named, and their gradients compared by accumulating slots and the float32 step of plain SGD.
+Losses do not depend on such weights and get little tolerance, which unseeded random numbers exceed.
 
 ``--oracle`` also compares one process with plain Keras (``verify/oracle.py``), for defects common to all world sizes.
 """
@@ -80,7 +79,7 @@ def load_record(path: Path) -> Record:
 
 
 def measure_noise(run: Record, perturbed: Record | None) -> Record:
-    """Return the effect of last-bit changes of the first weights; empty if unknown."""
+    """Return the effect of last-bit changes of the first weights."""
     if perturbed is None:
         return {}
     names = [name for name in run if name.startswith(("weights/", "slots/", "averages/", "losses", "evaluation"))]
@@ -120,7 +119,7 @@ def compare_tensors(
 
 
 def allow(rounding: Rounding, noise: float, most: float = math.inf) -> float:
-    """Return the permitted difference; ``most`` bounds what ``noise`` excuses."""
+    """``most`` bounds what ``noise`` excuses."""
     excused = min(rounding.noise_factor * noise, most) if math.isfinite(noise) else 0.0
     return max(rounding.tolerance, excused)
 
@@ -207,7 +206,7 @@ def check_ledger(reference: Record, other: Record) -> Comparison:
 
 
 def check_nonfinite(record: Record) -> Comparison:
-    """Check that a step that is non-finite on one rank changes nothing on any."""
+    """A step that is non-finite on one rank must change nothing on any."""
     where = next(iter(record["nonfinite"].tolist()), "")
     return Comparison(name="nonfinite", difference=float(bool(where)), tolerance=0.0, where=where)
 

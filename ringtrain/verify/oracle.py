@@ -1,7 +1,7 @@
 """A plain Keras loop as the reference for one process of ringtrain.
 
-It shares no code with step, reduction or evaluation. The samples of a step are the compared run's, whose order
-``check_ledger`` checks; their number is computed independently.
+It shares no code with step, reduction or evaluation. A step's samples are the compared run's (see ``check_ledger``);
+their number is computed independently.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parts of a model that compute in a narrower type than the run.
 
 Keras loss objects have the type of their creation, ``Activation("softmax", dtype="float32")`` its own, and a policy set
-in ``create_model`` affects all layers. ``widened`` overrides these and casts, unless the code depends on them.
-``find_narrow`` finds the rest, and the comparison permits their rounding.
+in ``create_model`` affects all layers. ``widened`` overrides these and casts. ``find_narrow`` finds the rest, and the
+comparison permits their rounding.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def is_narrower(dtype: Any, other: Any) -> bool:
 
 
 def find_narrow(job: Job) -> list[Narrow]:
-    """Trace again to find where model and loss narrow floats that depend on a weight."""
+    """Trace again; find where model and loss narrow floats that depend on a weight."""
     workload, model, spec = job.workload, job.step.model, job.batches.element_spec
 
     def compute(x: Any, y: Any) -> Any:

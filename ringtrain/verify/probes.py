@@ -42,8 +42,7 @@ def depends_on_other_samples(job: Job, tolerance: float) -> bool:
 def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
     """Return errors of all ranks after a step that is non-finite on the last rank with samples. Collective.
 
-    With a loss scale, only gradients overflow. Otherwise the last weight is NaN, and so are the loss and all gradients.
-    (NaN in earlier weights makes some layers raise.)
+    With a loss scale, only gradients overflow. Otherwise the last weight is NaN (in earlier ones some layers raise).
     """
     assert batch is not None
     step, collective, rank = job.step, job.collective, job.collective.world.rank

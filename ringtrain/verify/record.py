@@ -75,7 +75,7 @@ class Recorder(Action):
 def record(
     workload: Workload, config: Config, collective: Collective, directory: Path, *, is_reference: bool = False
 ) -> None:
-    """Train all trials (``trials.py``); rank 0 writes ``NAME.npz``.
+    """Train all trials; rank 0 writes ``NAME.npz``.
 
     A reference also writes ``NAME-perturbed.npz``, from weights changed in their last bit, to measure rounding.
     """
@@ -193,7 +193,7 @@ def explaining_float64(config: Config) -> Iterator[None]:
 
 
 def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *, is_reference: bool = False) -> None:
-    """Train and record; a reference also with perturbed weights."""
+    """A reference also trains perturbed weights."""
     first, slots = [variable.numpy() for variable in job.step.variables], job.step.gather_shared_out()
     narrow = [] if trial.is_lossy else find_narrow(job)
     types = [lossy_type(trial.config)] if trial.is_lossy else [trial.config.precision, *(n.dtype for n in narrow)]
@@ -222,7 +222,7 @@ def describe_path(step: TrainStep, trial: Trial) -> str:
 
 
 def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial) -> None:
-    """Train, and write results of all and of the first steps on rank 0."""
+    """Write results of all and of the first steps, on rank 0."""
     session = RunSession(job.config, job.collective)
     recorder = Recorder(job, session, trial.max_steps)
     run_steps(job, session, [recorder])
@@ -326,7 +326,7 @@ def call_without_training(layer: keras.layers.Layer) -> None:
 
 
 def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:
-    """Make values wrong, to show a missing broadcast."""
+    """Show a missing broadcast."""
     generator = np.random.default_rng(seed)
     for variable in variables:
         noise = generator.normal(scale=NOISE, size=variable.shape)

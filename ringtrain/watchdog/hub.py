@@ -1,8 +1,8 @@
 """Communication between watchdogs, independent of collectives: TCP connections of all ranks to rank 0.
 
 Messages are JSON lines of bounded size; nothing received is executed. Both ends prove knowledge of the run's token,
-which rank 0 draws and sends by the collective, never here: each signs the other's fresh nonce, against replays.
-Unproven peers are dropped after seconds, or if too many; dropped ranks retry.
+which rank 0 sends by the collective, never here: each signs the other's fresh nonce, against replays. Unproven peers
+are dropped after seconds, or if too many; dropped ranks retry.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A process that watches its parent, a rank: ``main``.
 
-If a call holds Python's lock, the watchdog thread cannot run. So it reports by a pipe how long it may be silent.
-``faulthandler.dump_traceback_later(exit=True)`` goes by the clock: it would end a rank that a debugger or Slurm had
-stopped. This process counts ticks, except while its parent is stopped.
+If a call holds the GIL, the watchdog thread cannot run. So it reports by a pipe how long it may be silent.
+``faulthandler.dump_traceback_later(exit=True)`` would also end a rank that a debugger or Slurm had stopped: this
+process counts ticks, except while its parent is stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Outside:
             os.set_blocking(self._pipe, False)
 
     def tell(self, limit: float, doing: str) -> None:
-        """Report that this process may be silent for ``limit`` seconds."""
+        """``limit`` of silence, in seconds."""
         with contextlib.suppress(OSError):
             os.write(self._pipe, f"{limit} {doing}\n".encode())
 

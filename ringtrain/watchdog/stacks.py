@@ -47,7 +47,7 @@ def group_stacks(stacks: Mapping[int, str]) -> list[dict[str, Any]]:
 
 
 def find_user_frame() -> str:
-    """Return ``FILE:LINE (FUNCTION)`` or ""; a callback precedes the script's call of ``fit``."""
+    """``FILE:LINE (FUNCTION)`` or ""; a callback precedes the script's call of ``fit``."""
     found = ""
     for _, frame in _threads():
         own, is_called_back = None, False

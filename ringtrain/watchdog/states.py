@@ -28,7 +28,7 @@ class RankState:
 
     @property
     def all_still(self) -> float:
-        """Seconds without known progress."""
+        """In seconds."""
         return self.still + self.silent
 
     @property
@@ -57,10 +57,7 @@ def read_state(message: Mapping[str, Any]) -> RankState:
 
 
 def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:
-    """Return the message for a hang, or None.
-
-    ``states``: of ranks that are watched and have not left. Without ``sees_all`` it judges only if ranks are missing.
-    """
+    """``states``: of watched ranks that have not left. Without ``sees_all`` it judges only if ranks are missing."""
     missing = [rank for rank, state in states.items() if state.is_missing]
     if not states or not (sees_all or missing):
         return None

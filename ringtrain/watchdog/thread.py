@@ -1,8 +1,8 @@
 """The watchdog thread of each rank, which ends hung runs.
 
 Rank 0 hears all ranks and judges; if it is missing, each rank does. After ``--hang_timeout`` without progress ranks
-write their stacks, rank 0 reports all phases, and all exit with code 6. Time is counted in ticks of this thread, so
-that a stopped process detects no hang.
+write their stacks, rank 0 reports all phases, and all exit with code 6. Time is counted in ticks: a stopped process
+detects no hang.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ class Watchdog:
         self._star.wake()
 
     def write_by(self, *, write_end: Report, warn: Callable[[str], None] | None) -> None:
-        """Set how to write the end and warnings; None: unchanged."""
+        """None: unchanged."""
         self._write_end = write_end
         self._warn = warn or self._warn
 
     def record_end(self, error: RingtrainError) -> None:
-        """Write the ``end`` record for a lost rank 0, in bounded time."""
+        """For a lost rank 0, in bounded time."""
         run_bounded(lambda: self._write_end(error), RECORD_SECONDS)
 
     def begin_leaving(self, exit_code: int, last_words: Callable[[], None] = lambda: None) -> None:
@@ -202,7 +202,7 @@ class Watchdog:
             self._where, self._refined = "", None
 
     def refine_by(self, refine: Callable[[Note], Note]) -> None:
-        """``refine`` gives the phase of a still rank precisely; the thread waits briefly for it."""
+        """The thread waits briefly for ``refine``."""
         self._refine = refine
 
     def _find_refined(self) -> None:
@@ -300,7 +300,7 @@ class Watchdog:
             reach="run" if is_rank0 else "rank",
         )
         self._outside.tell(ENDING_SECONDS, "ends")
-        # Rank 0 first waits for all stacks; a launcher is notified at once.
+        # Rank 0 first waits for all stacks.
         if judges and is_rank0:
             told = {"event": "end", "status": error.status(), "exit_code": error.exit_code, "message": str(error)}
             start_bounded(lambda: record_end(told))
@@ -330,7 +330,6 @@ class Watchdog:
         os._exit(HangError.exit_code)
 
     def _wait_for(self, ranks: set[int], seconds: float) -> None:
-        """Wait until these ranks have replied or ended."""
         end = time.monotonic() + seconds
         waited = {rank for rank in ranks if rank in self._states and not self._states[rank].is_missing}
         if not self._world.is_rank0:

@@ -305,10 +305,7 @@ def make_config(
     workload_defaults: Mapping[str, Any],
     workload_options: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Merge the user's settings (field names to values, ``optimizer`` to a mapping) with ``workload_defaults``.
-
-    ``workload_options`` None: not known yet.
-    """
+    """Merge the user's settings, by field, with ``workload_defaults``. ``workload_options`` None: not known yet."""
     defaults = dict(workload_defaults)
     _refuse_unknown(defaults)
     # A user's setting removes the default that it excludes.
@@ -348,7 +345,7 @@ def to_plain(value: Any) -> Any:
 
 
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested settings to names such as ``optimizer.lr``."""
+    """Name nested settings such as ``optimizer.lr``."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """``make_parallel``: a function of batched tensors, computed in slices on all ranks, with the whole result on each.
 
-Every rank computes the same loss from the whole result. Inputs pass through ``take``, captured tensors and variables
-through ``all_reduce_gradient``, outputs through ``gather`` or ``add`` (collectives/differentiable.py), so that every
-rank's gradient equals that of one process.
+Inputs pass through ``take``, captured tensors and variables through ``all_reduce_gradient``, outputs through ``gather``
+or ``add`` (collectives/differentiable.py): if every rank computes the same loss from the result, its gradient equals
+one process's.
 """
 
 from __future__ import annotations
@@ -43,28 +43,27 @@ def make_parallel(
 ) -> Any:
     """Run a function on each rank's slice of the inputs, and return the whole result on every rank.
 
-    Use it as ``make_parallel(fn, x=images, y=labels)``, as ``parallel = make_parallel(fn)`` for later calls, or as the
-    decorator ``@make_parallel`` or ``@make_parallel(combine="mean")``. Every rank must make the same calls in the same
-    order, with the same whole inputs and the same values of variables.
+    Use it as ``make_parallel(fn, x=images, y=labels)``, as ``parallel = make_parallel(fn)``, or as a decorator, such as
+    ``@make_parallel(combine="mean")``. Every rank must make the same calls in the same order, with the same whole
+    inputs and values of variables.
 
-    Rank r gets the samples from count*r//size up to, not including, count*(r+1)//size. A rank with an empty slice runs
-    ``fn`` on one sample and drops the result, so that ``fn`` never gets an empty batch, unless the inputs are empty.
-    ``fn`` is traced as by ``tf.function``, for any batch size. It must treat samples independently, and must not assign
-    variables.
+    Rank r gets the samples from count*r//size up to count*(r+1)//size, exclusive. A rank with an empty slice runs
+    ``fn`` on one sample and drops the result: ``fn`` gets an empty batch only if the inputs are empty. ``fn`` is traced
+    as by ``tf.function``, for any batch size. It must treat samples independently and assign no variables.
 
     Args:
         fn: takes and returns tensors [n, ...], or structures of them.
-        combine: rule for the ranks' outputs: one for all outputs, or a dict, tuple or list of rules that matches the
-            outputs (a rule applies to all outputs below it):
+        combine: rule for all outputs, or a dict, tuple or list of rules that matches the outputs (a rule applies to all
+            outputs below it):
 
             - ``"concat"``: concatenate along the first dimension, in the order of the ranks.
             - ``"mean"``: sum over ranks of output * n_r / n, for n_r of n samples: the exact mean over all samples, if
-              an output is its slice's mean. Outputs are floating, with a shape that does not depend on n.
+              an output is its slice's mean. Floating, with a shape that does not depend on n.
             - ``"sum"``: sum over ranks. Shapes as for ``"mean"``.
-        collective: the ranks; by default the launcher's, joined on the first call. Call ``ringtrain.keras.init()``
-            before to give each rank its own GPU or cores.
-        inputs: named inputs, to call ``fn`` at once. For positional inputs, or names ``combine`` and ``collective``,
-            call ``make_parallel(fn)(...)``. None, True, False and strings are passed on unchanged.
+        collective: default: the launcher's ranks, joined on the first call. ``ringtrain.keras.init()`` before gives
+            each rank its own GPU or cores.
+        inputs: named inputs, to call ``fn`` at once; for others, or names ``combine`` and ``collective``, call
+            ``make_parallel(fn)(...)``. None, True, False and strings are passed unchanged.
 
     Returns:
         The result of ``fn`` if inputs are given, else the parallel function. It is differentiable with respect to
@@ -74,7 +73,7 @@ def make_parallel(
     Raises:
         UsageError: no inputs; an input that is no tensor, is a scalar, or differs in its first dimension; on every
             rank, shapes or types that differ between ranks (``InvalidArgumentError`` in a user-defined
-            ``tf.function``); an unknown ``combine``, or one that does not match the outputs.
+            ``tf.function``); a ``combine`` that is unknown or does not match the outputs.
     """
     _check_words(combine)
     if fn is None and not inputs:
@@ -191,10 +190,7 @@ def _number(truth: Any) -> Any:
 
 
 def _trace(fn: Callable[..., Any], inputs: Any, traces: dict[str, Any]) -> Any:
-    """Return a ConcreteFunction for any number of samples.
-
-    Its ``_call_flat`` takes captured tensors as inputs: only so can operations precede them.
-    """
+    """Return a ConcreteFunction, whose ``_call_flat`` takes captured tensors: only so can operations precede them."""
     like = tf.nest.map_structure(_to_spec, inputs)  # the trace must not keep tensors alive
     key = repr(like)
     if tf.executing_eagerly() and key in traces:
@@ -304,7 +300,7 @@ def _check_outputs(rules: Sequence[str], trace: Any, inputs: Tensors, size: int)
 
 
 def _combine(parts: Tensors, rules: Sequence[str], share: _Share, collective: Collective, name: str) -> Tensors:
-    """Combine the outputs; collectives have the same order on every rank."""
+    """Collectives have the same order on every rank."""
     whole = list(parts)
     summed = [i for i, rule in enumerate(rules) if rule != "concat"]
     for i, part in enumerate(parts):

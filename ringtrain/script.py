@@ -42,8 +42,7 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
 
     Args:
         workload: a workload, or its class.
-        config: settings by their command line names, over the workload's defaults; or a whole ``Config``. ``workload``
-            may be left out.
+        config: settings by their command line names, over the workload's defaults; or a whole ``Config``.
 
     Returns:
         End of the run and last evaluation, the same on every rank; None if the run was already complete.
@@ -107,7 +106,7 @@ def choose_config(workload_class: type[Workload], settings: Config | Mapping[str
 
 
 def name_of(workload_class: type[Workload]) -> str:
-    """The value of ``--workload`` for a class, so that ``ringtrain eval`` finds it: file.py:Class or module:Class."""
+    """``--workload`` for ``ringtrain eval``: file.py:Class or module:Class."""
     module = sys.modules.get(workload_class.__module__)
     file = getattr(module, "__file__", None)
     place = file if workload_class.__module__ == "__main__" and file else workload_class.__module__

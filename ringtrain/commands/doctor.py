@@ -101,7 +101,7 @@ def take_device(plan: DevicePlan, facts: Facts) -> Facts:
 
 
 def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
-    """Gather facts, time sums, and share rank 0's exit code. Every rank must call it."""
+    """Gather facts, time sums, and share rank 0's exit code. Collective."""
     import tensorflow as tf
 
     from ringtrain.collectives import all_gather_object, run_on_rank0
@@ -174,9 +174,7 @@ def show(world: World, findings: list[Finding], *, complete: bool = True) -> int
 
 @contextlib.contextmanager
 def ending_in_time(speak: Callable[[str], None]) -> Iterator[threading.Event]:
-    """Exit with code 2 if the launcher stops this process or ranks do not join in time. Set the yielded event at the
-    end.
-    """
+    """Exit with code 2 if the launcher stops this process or ranks do not join in time, unless the event is set."""
     said = threading.Event()
     too_long = f"the ranks did not meet in {TOGETHER_SECONDS:.0f} s"
 

@@ -71,7 +71,7 @@ class Option(NamedTuple):
 
 
 def find_options(command: type, group: str = "") -> dict[str, Option]:
-    """Return a command's options by name; nested dataclasses are groups with a prefix."""
+    """Nested dataclasses are groups, with a prefix in the names."""
     hints, found = get_type_hints(command), dict[str, Option]()
     for field in dataclasses.fields(command):
         name, hint = group + field.name, hints[field.name]

@@ -30,9 +30,7 @@ class Settings(Config):
 
 
 def check_settings(explicit: Mapping[str, Any]) -> Config:
-    """Check settings before TensorFlow starts; those of user-defined workloads partly, since importing may load
-    TensorFlow.
-    """
+    """Check settings before TensorFlow starts; a user-defined workload's partly, since its import may start it."""
     spec = explicit.get("workload", Config.workload)
     check_workload_name(spec)
     return complete(explicit)[1] if spec in BUILT_IN else make_config(explicit, {})
@@ -72,10 +70,7 @@ class RunOptions:
 
 
 def read_settings(command: str, options: RunOptions, arguments: Sequence[str], world: World) -> dict[str, Any]:
-    """Read a run's settings; code is imported only if the user names it.
-
-    A run directory may be untrusted.
-    """
+    """Import code only if the user names it: a run directory may be untrusted."""
     run = options.run
     try:
         open_regular(run / CONFIG_FILE).close()

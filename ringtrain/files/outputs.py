@@ -14,10 +14,7 @@ HEAD_BYTES = 65536
 def require_same_kind(path: Path, mark: bytes, *, kind: str, option: str = "output") -> None:
     """Raise UsageError unless the path is free, or a regular file that is empty or of the same kind.
 
-    Args:
-        mark: bytes in the first ``HEAD_BYTES`` of such files.
-        kind: for the message, such as ``"a report of ringtrain"``.
-        option: the option that gives the path.
+    ``mark``: bytes in the first ``HEAD_BYTES`` of such files; ``kind``: such as ``"a report of ringtrain"``.
     """
     try:
         mode = path.lstat().st_mode

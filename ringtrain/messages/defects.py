@@ -55,7 +55,7 @@ def strip_nodes(text: str) -> str:
 
 
 def format_defect(error: BaseException) -> str:
-    """Format a traceback; for user code, from its first frame."""
+    """For user code, from its first frame."""
     if error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
         return "".join(traceback.format_exception(error))
     frames = traceback.extract_tb(error.__traceback__)

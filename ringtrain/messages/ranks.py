@@ -20,12 +20,7 @@ def group_ranks(values: Sequence[Value], ranks: Sequence[int] | None = None) -> 
 
 
 def name_ranks(ranks: Sequence[int], nodes: Sequence[str] | Mapping[int, str] | None = None) -> str:
-    """Return for example ``rank 1 on node7`` or ``ranks 0-5, 9``.
-
-    Args:
-        ranks: ascending.
-        nodes: host of each rank; None: omit hosts.
-    """
+    """Return for example ``rank 1 on node7`` or ``ranks 0-5, 9``; ``ranks`` are ascending."""
     if nodes is None:
         return f"{_noun(ranks)} {_as_runs(ranks)}"
     places = [

@@ -91,7 +91,7 @@ def as_declared(name: str, value: Any, default: Any) -> Any:
 
 
 def check_types(settings: Any, prefix: str = "") -> None:
-    """Check types that no parser has checked, such as a workload's defaults."""
+    """Call it for values that no parser has checked, such as a workload's defaults."""
     for name, hint in get_type_hints(type(settings)).items():
         value, (kind, may_be_none) = getattr(settings, name), kind_of(hint)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):  # NumPy scalar

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 class Console:
-    """Lines and progress of a run.
-
-    A line is one write, so that launchers do not put labels inside.
-    """
+    """A line is one write, so that launchers do not put labels inside."""
 
     def __init__(self, stream: IO[str] | None, *, is_terminal: bool) -> None:
         """``stream`` None: print nothing."""
@@ -30,7 +27,7 @@ class Console:
         self.is_terminal = is_terminal
 
     def line(self, text: str) -> None:
-        """Print a line, or a message with indented further lines."""
+        """Further lines of a message are indented."""
         self.block(escape_message(text))
 
     def block(self, text: str) -> None:

@@ -32,10 +32,7 @@ BELOW_LEVEL = {"1": (b"I0000 ",), "2": (b"I0000 ", b"W0000 "), "3": (b"I0000 ", 
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Filter harmless import messages.
-
-    By a child process, so that the last output of a crash is shown.
-    """
+    """Filter messages by a child process, so that the last output of a crash is shown."""
     sys.stderr.flush()
     error_stream = os.dup(2)
     reader, writer = os.pipe()
@@ -58,10 +55,7 @@ def quiet_start() -> Iterator[None]:
 
 @contextlib.contextmanager
 def skipping_garbage_collection() -> Iterator[None]:
-    """Exempt objects created by TensorFlow's import from garbage collection.
-
-    They live until exit; scanning them doubles the import's CPU time.
-    """
+    """Objects of TensorFlow's import live until exit; scanning them doubles its CPU time."""
     if "tensorflow" in sys.modules or not gc.isenabled():
         yield
         return
@@ -89,7 +83,7 @@ def _filter_lines(reader: int, error_stream: int) -> None:
 
 
 def describe_start(collective: Collective, plan: DevicePlan, device: str) -> list[str]:
-    """Return versions, devices of ranks, and settings with sources. Every rank must call it."""
+    """Return versions, devices of ranks, and settings with sources. Collective."""
     from ringtrain.collectives import all_gather_object
 
     world = collective.world

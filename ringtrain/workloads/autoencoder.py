@@ -28,8 +28,7 @@ MAX_LEVELS = 5  # 1,024 channels if the first layer has 64
 class Autoencoder(Workload):
     """Convolutions that halve the image and double the channels per level, then transposed ones.
 
-    Options: ``data``: cifar10 or digits; ``width``: channels of the first level; ``gradients``: show them in
-    TensorBoard.
+    Options: ``data``: cifar10 or digits; ``width``: channels of the first level; ``gradients``: for TensorBoard.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -57,7 +56,6 @@ class Autoencoder(Workload):
         return keras.ops.mean(keras.ops.square(outputs - keras.ops.cast(y, outputs.dtype)), axis=(1, 2, 3))
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
-        """Images next to their reconstructions, and distributions of weights and outputs."""
         import keras
 
         layers = [layer for layer in model.layers if layer.weights]
@@ -116,7 +114,7 @@ def plan_sides(side: int, levels: int) -> list[int]:
 
 
 def choose_levels(height: int, width: int) -> int:
-    """Number of halvings that leave at least ``LEAST_SIDE`` pixels."""
+    """Leave at least ``LEAST_SIDE`` pixels."""
     return sum(side >= LEAST_SIDE for side in plan_sides(min(height, width), MAX_LEVELS)[1:])
 
 

@@ -99,8 +99,8 @@ class Workload(abc.ABC):
 
         Args:
             x, y: n samples.
-            keys: uint64 [n], a key for each sample, for the functions of ``ringtrain.augment``: augmentation then
-                depends on seed, epoch and sample only.
+            keys: uint64 [n], for the functions of ``ringtrain.augment``: augmentation then depends on seed, epoch and
+                sample only.
 
         Returns:
             x and y of the same n samples, in the same structure; shapes and types of a sample may change.
@@ -121,7 +121,6 @@ class Workload(abc.ABC):
 
         Args:
             learning_rate: the schedule's initial value. An optimizer with a plain number follows the schedule; a Keras
-                ``LearningRateSchedule`` is kept, also in each part of a ``MultiOptimizer``, of which the first part's
-                is logged.
+                ``LearningRateSchedule`` is kept, also in a ``MultiOptimizer``, whose first part's rate is logged.
         """
         return None

@@ -113,7 +113,7 @@ def trained_kernels(model: keras.Model) -> dict[str, Histogram]:
 
 
 def initial(*, stddev: float, bias: float) -> dict[str, Any]:
-    """Truncated normal distribution, at two standard deviations, and constant bias."""
+    """Truncated at two standard deviations."""
     from keras import initializers
 
     return {

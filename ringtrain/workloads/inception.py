@@ -151,7 +151,7 @@ def build_inception(image_shape: tuple[int, int, int], num_classes: int) -> kera
 def add_auxiliary_classifier(features: keras.KerasTensor, num_classes: int) -> keras.KerasTensor:
     """Logits from the last layer of the 17x17 grid (for 299x299 images), [n, h, w, 768].
 
-    Smaller images cut the kernels; of larger ones the outputs are averaged.
+    Smaller images cut the kernels; larger ones average the outputs.
     """
     from keras import layers
     from keras.initializers import TruncatedNormal

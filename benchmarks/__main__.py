@@ -56,8 +56,6 @@ NO_RESULT = (OSError, ValueError, LookupError, TypeError, AttributeError, Arithm
 
 @dataclass(frozen=True)
 class Options(BenchOptions):
-    """What to measure, or to show."""
-
     mode: str
     """step, fit, loop, allreduce, input, startup, checkpoint, guards, settings, all, show, or page"""
 
@@ -66,7 +64,6 @@ class Options(BenchOptions):
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Measure, or show what was measured."""
     options = Options(**parse_arguments(Options, arguments, world))
     refuse_launcher("benchmarks", world)
     print_line = functools.partial(print, flush=True)
@@ -85,7 +82,7 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 
 def bench(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
-    """Measure one mode, or all; the exit code is 1 where a contender failed or its result was wrong."""
+    """Return 1 if a contender failed or its result was wrong."""
     if mode == "all" and options.output is not None:
         raise UsageError("all writes a file for each mode into results/; leave --output out.")
     if mode == "all" and options.contenders:
@@ -107,7 +104,7 @@ def bench(mode: str, options: BenchOptions, arguments: Sequence[str], print_line
 
 
 def find_obstacle(mode: str, options: BenchOptions) -> str:
-    """Why a mode cannot be measured with these options; nothing where it can."""
+    """Return a message, or an empty string."""
     if mode == "input" and options.data_dir is None:
         return "input needs --data_dir DIR with CIFAR-10's files."
     if mode == "loop" and not LOOP_GOALS.keys() & set(options.model_names):
@@ -128,7 +125,6 @@ def find_obstacle(mode: str, options: BenchOptions) -> str:
 
 
 def bench_one(mode: str, options: BenchOptions, arguments: Sequence[str], print_line: Callable[[str], None]) -> int:
-    """Measure one mode, write its file, and show the table."""
     command = " ".join(["python -m benchmarks", *(shorten(word) for word in arguments)])
     experiments = PLANS[mode](options, choose_settings(options.size, read_machine(os.environ)))
     output = options.output or Path("results") / f"bench-{mode}.json"
@@ -142,7 +138,7 @@ def run_experiments(
     output: Path,
     print_line: Callable[[str], None],
 ) -> int:
-    """Measure experiments, write their file, and show the table; ``command`` is what the user typed."""
+    """Measure, write the file, and show the table; ``command``: as typed."""
     env = clean_environment(os.environ, programs=Path(sys.executable).parent)
     require_programs(experiments, env["PATH"])
     require_same_kind(output, b'"experiments"', kind="a result of the benchmarks")
@@ -178,7 +174,7 @@ def run_experiments(
 
 
 def require_programs(experiments: Sequence[Experiment], search_path: str) -> None:
-    """Refuse contenders whose program is not installed, such as horovodrun without Horovod."""
+    """For example horovodrun is missing without Horovod."""
     contenders = [each for experiment in experiments for each in experiment.contenders]
     for contender, program in [(each.name, command.argv[0]) for each in contenders for command in each.commands]:
         if shutil.which(program, path=search_path) is None:
@@ -189,7 +185,6 @@ def require_programs(experiments: Sequence[Experiment], search_path: str) -> Non
 
 
 def show(path: Path, print_line: Callable[[str], None]) -> None:
-    """Show the table of a result file."""
     try:
         lines = describe_result(read_result(path))
     except NO_RESULT as error:
@@ -202,7 +197,7 @@ def show(path: Path, print_line: Callable[[str], None]) -> None:
 
 
 def write_page(print_line: Callable[[str], None]) -> None:
-    """Write the page of all results that are in ``results``, below the current directory."""
+    """Use ``results`` below the current directory."""
     try:
         results = read_results(Path("results"))
         page = make_page(results)
@@ -221,7 +216,6 @@ def write_page(print_line: Callable[[str], None]) -> None:
 
 
 def describe_last_run(measured: Mapping[str, Any]) -> str:
-    """A line for the run that has just ended."""
     if not measured["rounds"]:
         run = measured["reference"]
         return f"{measured['name']}, reference: {run['fault'] or run['checked'] or 'done'}"
@@ -234,7 +228,6 @@ def describe_last_run(measured: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def explaining_files(path: Path) -> Iterator[None]:
-    """Say what cannot be written."""
     try:
         yield
     except OSError as error:
@@ -244,7 +237,6 @@ def explaining_files(path: Path) -> Iterator[None]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command, and return its exit code: those of ringtrain."""
     world = read_world(os.environ)
     try:
         return main(arguments, world)

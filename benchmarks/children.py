@@ -1,7 +1,7 @@
 """Start the processes of a contender, and leave none behind: within a time limit, wherever they moved to.
 
-Launchers open sessions of their own and leave orphans, so that neither a pid nor a process group says what belongs to
-a run. Each run therefore carries a mark in its environment, which all that it starts inherits.
+Launchers open sessions and leave orphans: neither pids nor process groups identify a run. So each run has a mark in its
+environment, which its processes inherit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARK = "RINGTRAIN_BENCH_MARK"
 LAST_LINES = 12
 END_SECONDS = 10.0
 FIRST_STEP_LINE = re.compile(r"step \d+, loss")
-# Of a launcher around the benchmark, and what would change a contender's speed behind its back.
+# Set by a launcher around the benchmark, or changing a contender's speed.
 FOREIGN = (
     "OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_", "TF_", "OMP_", "KMP_", "XLA_",
     "KERAS_BACKEND", "PYTHONWARNINGS", "GLIBC_TUNABLES",
@@ -33,11 +33,11 @@ FOREIGN = (
 
 
 class ChildFailedError(Exception):
-    """A contender's process failed, or took too long; the message ends in its last lines."""
+    """Failure or timeout; the message ends with the process's last lines."""
 
 
 def clean_environment(environ: Mapping[str, str], *, programs: Path) -> dict[str, str]:
-    """What a user's shell holds, ``programs`` first in PATH, without settings of the launchers and of TensorFlow."""
+    """Remove settings of launchers and TensorFlow; put ``programs`` first in PATH."""
     kept = {name: value for name, value in environ.items() if not name.startswith(FOREIGN)}
     path = os.pathsep.join([str(programs), kept.get("PATH", os.defpath)])
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -45,8 +45,6 @@ def clean_environment(environ: Mapping[str, str], *, programs: Path) -> dict[str
 
 
 def fill_in(command: Command, directory: Path, ports: Sequence[int]) -> Command:
-    """A command with the directory and the ports of one run."""
-
     def fill(text: str) -> str:
         for number, port in enumerate(ports):
             text = text.replace(PORT % number, str(port))
@@ -58,7 +56,7 @@ def fill_in(command: Command, directory: Path, ports: Sequence[int]) -> Command:
 def run_together(
     commands: Sequence[Command], directory: Path, *, env: Mapping[str, str], cwd: Path, timeout: float
 ) -> Finished:
-    """Run the processes of a contender to their end; all of them have ended when this returns."""
+    """Run the processes of a contender; none remains on return."""
     mark = str(uuid.uuid4())
     ports = find_free_ports(len(commands))
     start = time.monotonic()
@@ -77,8 +75,6 @@ def run_together(
 
 
 class _Child:
-    """A process whose output is read as it comes."""
-
     def __init__(self, command: Command, env: Mapping[str, str], cwd: Path, start: float) -> None:
         self.sec_until_first_step: float | None = None
         self._program = Path(command.argv[0]).name
@@ -108,7 +104,7 @@ class _Child:
             raise ChildFailedError(f"{self._program} ended with {code}; {self._last()}")
 
     def close(self) -> None:
-        """Once all processes have ended."""
+        """Call it after all processes have ended."""
         self._popen.wait()
         self._reader.join(END_SECONDS)
         if self._popen.stdout is not None and not self._reader.is_alive():
@@ -126,20 +122,17 @@ class _Child:
 
 
 def end_marked(mark: str) -> None:
-    """Kill all processes of a run that still live: some while after the first have been, where those had started more.
-
-    A launcher that has ended well has ended its ranks; where it failed, or took too long, nothing is worth saving.
-    """
+    """Kill all processes of a run, repeatedly, as they may start more."""
     end = time.monotonic() + END_SECONDS
     while (pids := list(_find_marked(mark))) and time.monotonic() < end:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)  # a killed process takes a moment to go
+        time.sleep(0.02)  # for killed processes to exit
 
 
 def _find_marked(mark: str) -> Iterator[int]:
-    """The living processes with this mark; one that has ended has no environment any more."""
+    """Exclude zombies, whose environment is empty."""
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -149,7 +142,7 @@ def _find_marked(mark: str) -> Iterator[int]:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nothing listens on."""
+    """On the loopback interface."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

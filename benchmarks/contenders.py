@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# In arguments and variables: the directory of one run, and a free port of this machine for each process.
+# In arguments and variables: directory of one run, and a free port for each process.
 DIRECTORY = "{directory}"
 PORT = "{port_%d}"
 Arrays = Sequence[npt.NDArray[Any]]
@@ -18,7 +18,7 @@ Arrays = Sequence[npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Command:
-    """A process to start: its arguments, and the variables added to a clean environment."""
+    """A process; ``env`` is added to a clean environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -26,64 +26,60 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """What a contender's processes left behind."""
+    """Output of a contender's processes."""
 
-    directory: Path  # where they wrote
-    sec_until_first_step: float | None  # from the start to the first line of a step; None where none came
+    directory: Path
+    sec_until_first_step: float | None  # until the first line of a step; None without one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run of a contender gave; loss and weights are None where they are not to be compared."""
+    """Result of one run; loss and weights are None if not compared."""
 
     figures: Mapping[str, float]  # seconds by label, such as {"step": 0.06}
-    raw: Mapping[str, Any] = field(default_factory=dict)  # other values to keep; JSON values
-    fault: str = ""  # why the result is wrong
-    checked: str = ""  # by what that was seen
+    raw: Mapping[str, Any] = field(default_factory=dict)  # other JSON values
+    fault: str = ""  # error of the result
+    checked: str = ""  # description of the check
     loss: float | None = None  # of the last step, over all samples
     weights: Arrays | None = None  # trained, in the model's order
     first_weights: Arrays | None = None  # the reference's before the training
 
 
 class UnreadableError(Exception):
-    """A contender that ended well left no result, or none that can be read."""
+    """Missing or unreadable result of a contender that exited normally."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that is measured."""
-
     name: str
     description: str
-    commands: tuple[Command, ...]  # processes that start together; one, where it starts the others itself
+    commands: tuple[Command, ...]  # start together
     read: Callable[[Finished], Outcome]
-    prepare: Callable[[Path], None] = lambda directory: None  # makes a run's directory ready, before it is timed
+    prepare: Callable[[Path], None] = lambda directory: None  # not timed
 
 
 def contenders_of(read: Callable[[Finished], Outcome], *rows: tuple[str, str, Command]) -> tuple[Contender, ...]:
-    """Contenders that are one command each: their names, descriptions and commands."""
+    """``rows``: name, description, command."""
     return tuple(Contender(name, description, (command,), read) for name, description, command in rows)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times as fast ``name`` is as ``other``: the ratio of their seconds, round by round."""
+    """Speedup of ``name`` over ``other``: the ratio of their seconds in each round."""
 
     name: str
     other: str
-    goal: float | None = None  # the smallest ratio that is aimed at
+    goal: float | None = None  # smallest wanted ratio
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Contenders that are measured in the same rounds."""
-
-    name: str  # what it is about, such as a model
-    unit: str  # what the figures are the seconds of
+    name: str  # such as a model's
+    unit: str  # of work, which the figures time
     contenders: tuple[Contender, ...]
-    comparisons: tuple[Comparison, ...] = ()  # those of which one contender is not there are left out
-    reference: Contender | None = None  # runs once before the rounds; loss and weights are held against it
-    num_bytes: Mapping[str, int] = field(default_factory=dict)  # of an all-reduce, the bytes of each label
+    comparisons: tuple[Comparison, ...] = ()  # omitted if a contender is missing
+    reference: Contender | None = None  # runs once before the rounds; for loss and weights
+    num_bytes: Mapping[str, int] = field(default_factory=dict)  # of an all-reduce, by label
 
     def __post_init__(self) -> None:
         names = {each.name for each in self.contenders}
@@ -92,12 +88,12 @@ class Experiment:
 
 
 LOSS_TOLERANCE = 1e-4  # relative, after all steps in float32
-# Of the way that the training went: two runs on an H200 with TF32 differ by 2e-3, ranks that train apart by far more.
+# Relative to the change of the weights: two runs on an H200 with TF32 differ by 2e-3, divergent ranks by far more.
 WEIGHTS_TOLERANCE = 5e-3
 
 
 def check_outcome(outcome: Outcome, reference: Outcome | None) -> tuple[str, str]:
-    """Hold an outcome against the reference: why it is wrong, or nothing; and by what that was seen."""
+    """Return ``fault`` and ``checked``."""
     if outcome.fault or reference is None or outcome.loss is None or reference.loss is None:
         return outcome.fault, outcome.checked
     loss_difference = abs(outcome.loss - reference.loss) / abs(reference.loss)
@@ -112,10 +108,7 @@ def check_outcome(outcome: Outcome, reference: Outcome | None) -> tuple[str, str
 
 
 def compare_weights(weights: Arrays, reference: Arrays, *, first: Arrays) -> float:
-    """The Euclidean distance to the reference's weights, over the way that those went from their first values.
-
-    Infinite where the shapes differ.
-    """
+    """Euclidean distance to the reference, over the reference's change in training; infinite for other shapes."""
     if [w.shape for w in weights] != [w.shape for w in reference]:
         return float("inf")
     ended, right, begun = (

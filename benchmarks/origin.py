@@ -18,7 +18,6 @@ PACKAGES = ("tensorflow", "keras", "horovod", "mpi4py", "numpy")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and versions."""
     cpu = re.search(r"^model name\s*:\s*(.*)", _read("/proc/cpuinfo"), re.MULTILINE)
     memory = re.search(r"^MemTotal:\s*(\d+)", _read("/proc/meminfo"), re.MULTILINE)
     return {
@@ -33,7 +32,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_environment(python: Path) -> str:
-    """The versions of another environment, such as ``tensorflow 2.18.1, keras 3.10.0``."""
+    """Versions of another environment, such as ``tensorflow 2.18.1, keras 3.10.0``."""
     program = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
     try:
         command = [str(python), "-c", program, *PACKAGES]
@@ -47,14 +46,14 @@ def describe_environment(python: Path) -> str:
 
 
 def describe_commit() -> dict[str, Any]:
-    """The commit of the program, and whether files differ from it; nothing where it is no git checkout."""
+    """None outside a git checkout."""
     commit = _first_line(["git", "rev-parse", "--short=12", "HEAD"])
     changed = _first_line(["git", "status", "--porcelain"])
     return {"commit": commit or None, "is_changed": bool(changed)}
 
 
 def shorten(word: str) -> str:
-    """A word of a command line without what is this machine's own."""
+    """Remove this machine's paths from a word of a command line."""
     if word == sys.executable:
         return "python"
     path = Path(word)
@@ -64,12 +63,12 @@ def shorten(word: str) -> str:
 
 
 def read_load() -> list[float]:
-    """Processes that ran or waited for a core, on average over 1, 5 and 15 minutes."""
+    """Average numbers of runnable processes over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
 
 
 def find_claimed_cores() -> list[int]:
-    """The cores that other runs of ringtrain on this machine have taken: those that are measured would share them."""
+    """Cores of other runs of ringtrain, which the measured runs would share."""
     return sorted({int(core) for core in re.findall(r"@ringtrain/core/(\d+)", _read("/proc/net/unix"))})
 
 

@@ -13,11 +13,10 @@ from benchmarks.contenders import Finished, Outcome, UnreadableError
 from ringtrain.run.store import find_newest
 
 RUN = "run"  # ringtrain's run directory, below that of the contender
-LARGEST_RIGHT_LOSS = 30.0  # of ten classes; guessing costs ln 10 = 2.3, and MANY begins with 10
+LARGEST_RIGHT_LOSS = 30.0  # of ten classes; chance is ln 10 = 2.3, and MANY begins with 10
 
 
 def read_peer(finished: Finished) -> Outcome:
-    """A training script of the peers."""
     [result] = _read_results(finished.directory)
     first = finished.directory / "first.npz"
     return Outcome(
@@ -30,7 +29,7 @@ def read_peer(finished: Finished) -> Outcome:
 
 
 def read_unconnected(finished: Finished) -> Outcome:
-    """Processes that train apart: the seconds of a step at their mean speed."""
+    """Give the seconds of a step at the processes' mean speed."""
     results = _read_results(finished.directory)
     seconds = [steady(result["sec_per_step"]) for result in results]
     losses = [result["loss"] for result in results]
@@ -44,7 +43,7 @@ def read_unconnected(finished: Finished) -> Outcome:
 
 
 def read_training(finished: Finished) -> Outcome:
-    """A run of ringtrain: what its own log says, and its last checkpoint."""
+    """Use ringtrain's log and last checkpoint."""
     last, sec_per_step = _read_log(finished)
     checkpoint, _ = find_newest(finished.directory / RUN / "checkpoints")
     if checkpoint is None or checkpoint.step != last["step"]:
@@ -55,7 +54,7 @@ def read_training(finished: Finished) -> Outcome:
 
 
 def read_own_data(finished: Finished) -> Outcome:
-    """A run of ringtrain on data that nothing else trains on: its loss must be that of a training."""
+    """Nothing else trains on the data: the loss must be plausible."""
     last, sec_per_step = _read_log(finished)
     loss = last["loss"]
     return Outcome(
@@ -67,7 +66,6 @@ def read_own_data(finished: Finished) -> Outcome:
 
 
 def read_start(finished: Finished) -> Outcome:
-    """The time until the first step was done."""
     if finished.sec_until_first_step is None:
         raise UnreadableError("it ended without a line of its first step")
     figures = {"first step": finished.sec_until_first_step}
@@ -75,18 +73,17 @@ def read_start(finished: Finished) -> Outcome:
 
 
 def read_figures(finished: Finished) -> Outcome:
-    """A script that has measured and checked by itself."""
+    """For scripts that measure and check."""
     [result] = _read_results(finished.directory)
     return Outcome(**{"raw": {}, **result})
 
 
 def steady(sec_per_step: list[float]) -> float:
-    """The median of the intervals after the first, which holds the warm-up."""
+    """Median without the first interval, the warm-up."""
     return statistics.median(sec_per_step[1:])
 
 
 def read_arrays(path: Path) -> list[np.ndarray]:
-    """The arrays of a file, in order."""
     with np.load(path, allow_pickle=False) as archive:
         return [archive[f"arr_{number}"] for number in range(len(archive.files))]
 
@@ -99,7 +96,7 @@ def _read_results(directory: Path) -> list[dict[str, Any]]:
 
 
 def _read_log(finished: Finished) -> tuple[dict[str, Any], list[float]]:
-    """The last logged step of a run, and the seconds of a step in each interval."""
+    """Return the last event, and seconds per step of each interval."""
     text = (finished.directory / RUN / "metrics.jsonl").read_text()
     lines = [event for event in map(json.loads, text.splitlines()) if event["event"] == "train"]
     return lines[-1], [line["sec_per_step"] for line in lines]

@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def time_reading(kind: str, data_dir: Path) -> tuple[float, str]:
-    """Seconds for each image on one core, and what was wrong."""
+    """Return seconds per image on one core, and a fault."""
     from ringtrain.collectives.base import Solo
     from ringtrain.data.cache import with_cache
     from ringtrain.data.formats.image_folder import load_image_folder

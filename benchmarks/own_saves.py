@@ -2,8 +2,8 @@
 
     horovodrun -np 2 python -m benchmarks.own_saves --model WIDE --how written --output DIR
 
-``--how handed_over`` stops the clock when the training may go on, as it does in ringtrain; ``--how written`` once the
-checkpoint is on the disk. What was written is read back and held against the weights.
+``--how handed_over`` stops the clock when the training may resume, as in ringtrain; ``--how written`` when the
+checkpoint is on the disk. The checkpoint is compared with the weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[float], str]:
-    """Seconds of each save on rank 0, and what was wrong."""
+    """Return seconds of each save on rank 0, and a fault."""
     from ringtrain.run.directory import RunDirectory
     from ringtrain.run.progress import Progress
     from ringtrain.run.store import find_newest

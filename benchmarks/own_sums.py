@@ -2,8 +2,8 @@
 
 horovodrun -np 2 python -m benchmarks.own_sums --sizes 4096,65536 --output DIR --how function
 
-``--how`` is ``function``: compiled, with sums that nothing writes to, as in the training step; ``copied``: sums in the
-rank's own memory; ``eager``; ``mpi``: compiled, by MPI alone; or ``nothing``: the same function without a sum.
+``--how`` is ``function``: compiled, with read-only sums, as in the training step; ``copied``: sums in the rank's own
+memory; ``eager``; ``mpi``: compiled, by MPI alone; or ``nothing``: without a sum.
 """
 
 from __future__ import annotations

@@ -17,31 +17,25 @@ from ringtrain.data.tf_data import from_dataset
 from ringtrain.workloads.base import Sources
 from ringtrain.workloads.cifar10 import NUM_SYNTHETIC, Cifar10, make_samples
 
-SHUFFLED = 4096  # samples that tf.data has at hand, to draw from
+SHUFFLED = 4096  # samples in the shuffle buffer
 
 
 class _Piped(Cifar10):
-    """cifar10 with another source of samples."""
-
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         made = make_samples(NUM_SYNTHETIC, IMAGE_SIZE, NUM_CLASSES) if synthetic else load_cifar10(data_dir)
         return Sources(self.open(*made[0]))
 
     @abc.abstractmethod
     def open(self, images: Any, labels: Any) -> Any:
-        """A source of images uint8 [n, 32, 32, 3] and labels int64 [n]."""
+        """``images``: uint8 [n, 32, 32, 3]; ``labels``: int64 [n]."""
 
 
 class OneDataset(_Piped):
-    """One tf.data.Dataset for all ranks."""
-
     def open(self, images: Any, labels: Any) -> Any:
         return from_dataset(tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(SHUFFLED))
 
 
 class ShardedDataset(_Piped):
-    """A tf.data.Dataset for each rank."""
-
     def open(self, images: Any, labels: Any) -> Any:
         def read(of: Pass) -> tf.data.Dataset:
             mine = tf.data.Dataset.from_tensor_slices((images[of.rank :: of.size], labels[of.rank :: of.size]))
@@ -51,8 +45,6 @@ class ShardedDataset(_Piped):
 
 
 class Numbered(keras.utils.PyDataset):
-    """A rank's batches, by their numbers."""
-
     def __init__(self, images: Any, labels: Any, batch_size: int) -> None:
         super().__init__(workers=1)
         self.images, self.labels, self.batch_size = images, labels, batch_size
@@ -66,8 +58,6 @@ class Numbered(keras.utils.PyDataset):
 
 
 class KerasPyDataset(_Piped):
-    """A PyDataset for each rank."""
-
     def open(self, images: Any, labels: Any) -> Any:
         return from_pydataset(
             lambda of: Numbered(images[of.rank :: of.size], labels[of.rank :: of.size], of.local_batch_size)
@@ -75,7 +65,7 @@ class KerasPyDataset(_Piped):
 
 
 class GrainDataset(_Piped):
-    """A grain.MapDataset, of which ringtrain has the order."""
+    """A grain.MapDataset, in ringtrain's order."""
 
     def open(self, images: Any, labels: Any) -> Any:
         grain = importlib.import_module("grain")  # of an extra

@@ -41,7 +41,6 @@ ONE_STEP, TWO_STEPS = Length(steps=1, log_every=1), Length(steps=2, log_every=1)
 
 
 def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
-    """Sums over all ranks, by sizes: ringtrain's collective, Horovod's and MPI's."""
     size = options.size
     flags = ["--sizes", ",".join(map(str, SIZES)), "--output", DIRECTORY]
 
@@ -72,7 +71,7 @@ def plan_sums(options: BenchOptions, settings: Settings) -> list[Experiment]:
 
 
 def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
-    """cifar10 on its files and through pipelines against synthetic data; how fast one core reads the sources given."""
+    """cifar10 from files and pipelines against synthetic data; reading speed of one core."""
 
     def train(*flags: str, workload: str = "cifar10") -> Command:
         return plan_training(options.size, ["--workload", workload, *flags], options.length(LENGTHS["CNN"]))
@@ -129,9 +128,9 @@ def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
 
 
 def plan_starts(options: BenchOptions, settings: Settings) -> list[Experiment]:
-    """From the command to the end of the first step: cold starts, and one that goes on after a step.
+    """From the command to the end of the first step: cold starts, and a resume.
 
-    The latter resumes from the reference's run, which is first, and is kept next to the directories of the others.
+    The latter resumes the reference's run, which is first and kept next to the others' directories.
     """
     size = options.size
     cold = plan_training(size, workload_flags("CNN"), ONE_STEP)
@@ -162,7 +161,7 @@ def plan_starts(options: BenchOptions, settings: Settings) -> list[Experiment]:
 
 
 def plan_saves(options: BenchOptions, _: Settings) -> list[Experiment]:
-    """A save every 100 steps against none, and a save that is handed over against one that is waited for."""
+    """A save every 100 steps against none, and an asynchronous save against a synchronous one."""
     size, length = options.size, options.length(LENGTHS["CNN"])
 
     def train(checkpoint_every: int) -> Command:
@@ -194,7 +193,7 @@ def plan_saves(options: BenchOptions, _: Settings) -> list[Experiment]:
 
 
 class Variation(NamedTuple):
-    """The variables set in addition to those that ringtrain chooses, and the contender to compare with."""
+    """``env`` in addition to ringtrain's settings; ``other``: contender to compare with."""
 
     other: str
     env: Mapping[str, str] = {}
@@ -202,7 +201,7 @@ class Variation(NamedTuple):
 
 
 RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
-# Each rule of ringtrain.runtime.devices undone alone: what the user sets in the environment wins.
+# Each undoes one rule of ringtrain.runtime.devices: the environment takes precedence.
 VARIATIONS = {
     "ringtrain_again": Variation("ringtrain"),
     "cycle_5_ms": Variation("ringtrain", {"HOROVOD_CYCLE_TIME": "5"}),
@@ -210,7 +209,7 @@ VARIATIONS = {
     "inter_op_2": Variation("ringtrain", {"TF_NUM_INTEROP_THREADS": "2"}),
     "intra_op_2": Variation("ringtrain", {"TF_NUM_INTRAOP_THREADS": "2"}),
     "horovod": Variation("ringtrain", backend="horovod"),
-    # What tells only where Horovod carries the gradients.
+    # Has an effect only if Horovod reduces the gradients.
     "horovod_again": Variation("horovod", backend="horovod"),
     "horovod_cycle_5_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "5"}, backend="horovod"),
     "horovod_cycle_0.2_ms": Variation("horovod", {"HOROVOD_CYCLE_TIME": "0.2"}, backend="horovod"),
@@ -225,7 +224,7 @@ SETTINGS_CONTENDERS = ("ringtrain", *VARIATIONS)
 
 
 def plan_variations(options: BenchOptions, _: Settings) -> list[Experiment]:
-    """For each model: ringtrain as it is, and with each rule undone."""
+    """For each model: ringtrain unchanged, and with each rule undone."""
     known = {"ringtrain": Variation("ringtrain"), **VARIATIONS}
     experiments = []
     for model in options.model_names:
@@ -246,7 +245,6 @@ def plan_variations(options: BenchOptions, _: Settings) -> list[Experiment]:
     return experiments
 
 
-# The experiments of each mode.
 PLANS: Mapping[str, Callable[[BenchOptions, Settings], list[Experiment]]] = {
     "step": plan_steps,
     "fit": plan_fits,

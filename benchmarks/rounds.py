@@ -20,14 +20,12 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs contenders, one after the other, for so many seconds each at most."""
-
     directory: Path
     env: Mapping[str, str]
     timeout: float
 
     def run(self, contender: Contender) -> Outcome:
-        """Run a contender once, in a directory that is removed afterwards."""
+        """Run a contender once, in a temporary directory."""
         directory = self.directory / contender.name
         directory.mkdir()
         try:
@@ -39,7 +37,7 @@ class Runner:
 
 
 def read_outcome(contender: Contender, finished: Finished) -> Outcome:
-    """What a contender left behind; UnreadableError where something is missing, or not as it should be."""
+    """Raise UnreadableError for missing or invalid files."""
     try:
         return contender.read(finished)
     except (OSError, ValueError, KeyError, IndexError, DataError) as error:
@@ -49,7 +47,7 @@ def read_outcome(contender: Contender, finished: Finished) -> Outcome:
 def measure(
     experiment: Experiment, runner: Runner, *, rounds: int, seed: int, note: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Run the rounds of an experiment; ``note`` is given what the result file holds of it, after each run."""
+    """Run the rounds of an experiment; ``note`` gets the content of the result file after each run."""
     result: dict[str, Any] = describe_experiment(experiment, rounds)
     reference = None
     if experiment.reference is not None:
@@ -68,7 +66,6 @@ def measure(
 
 
 def measure_once(contender: Contender, runner: Runner, reference: Outcome | None) -> tuple[Run, Outcome | None]:
-    """One run for the result file, and its outcome; None where there is none."""
     start = time.monotonic()
     try:
         outcome = runner.run(contender)
@@ -81,13 +78,12 @@ def measure_once(contender: Contender, runner: Runner, reference: Outcome | None
 
 
 def plan_orders(contenders: Sequence[Contender], rounds: int, seed: int) -> list[list[Contender]]:
-    """The order of each round."""
     chance = random.Random(seed)
     return [chance.sample(list(contenders), len(contenders)) for _ in range(rounds)]
 
 
 def describe_experiment(experiment: Experiment, rounds: int) -> dict[str, Any]:
-    """The head of an experiment in the result file."""
+    """Head of an experiment in the result file."""
     return {
         "name": experiment.name,
         "unit": experiment.unit,
@@ -108,7 +104,7 @@ def describe_experiment(experiment: Experiment, rounds: int) -> dict[str, Any]:
 
 
 def find_faults(result: Mapping[str, Any]) -> list[str]:
-    """What failed or was wrong in the experiments of a result file, a line each."""
+    """Describe each failed or wrong run in a line."""
     faults = []
     for experiment in result["experiments"]:
         runs = [("reference", experiment.get("reference", {}))]

@@ -16,7 +16,7 @@ from ringtrain.runtime.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long a run trains: ``steps``, in intervals of ``log_every``, of which the first is not timed."""
+    """``steps`` in intervals of ``log_every``, the first not timed."""
 
     steps: int
     log_every: int
@@ -28,8 +28,6 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What the user wants to be measured."""
-
     rounds: int = 7
     """rounds, in each of which every contender runs once"""
 
@@ -104,7 +102,6 @@ class BenchOptions:
         return [name for name in self.contenders.split(",") if name]
 
     def length(self, usual: Length) -> Length:
-        """How long a run trains: as is usual, where the user does not say."""
         if self.steps is None or self.log_every is None:
             return usual
         return Length(steps=self.steps, log_every=self.log_every)
@@ -112,15 +109,15 @@ class BenchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What ``ringtrain.runtime.devices`` plans for the ranks of one machine."""
+    """Plan of ``ringtrain.runtime.devices`` for the ranks of one machine."""
 
-    flags: list[str]  # cores and threads where Horovod carries the sums, for the peers that sum by it
-    rank_flags: list[str]  # those of ringtrain's own ranks, whose sums may go through memory
+    flags: list[str]  # cores and threads for peers that sum by Horovod
+    rank_flags: list[str]  # of ringtrain's ranks, whose sums may be native
     env: Mapping[str, str]  # variables of Horovod, MPI and the C library
 
 
 def choose_settings(size: int, machine: Machine) -> Settings:
-    """The settings of ``size`` ranks on a machine of which no run has taken cores yet."""
+    """Plan ``size`` ranks on an idle machine."""
 
     def plan_rank(rank: int, *, one_at_a_time: bool = False) -> DevicePlan:
         world = World(rank=rank, size=size, local_rank=rank, local_size=size, node="", launcher="mpirun (Open MPI)")

@@ -13,21 +13,19 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Some numbers in short."""
-
     count: int
     min: float
     lower_quartile: float
     median: float
     upper_quartile: float
     max: float
-    low: float  # with high an interval that holds the true median, for any distribution, with at least:
+    low: float  # low to high: distribution-free interval of the true median
     high: float
-    confidence: float  # CONFIDENCE, or less where there are too few numbers for it
+    confidence: float  # CONFIDENCE, or less for few numbers
 
 
 def describe_spread(values: Sequence[float]) -> Spread:
-    """The spread of at least one number."""
+    """``values``: at least one."""
     ordered = sorted(values)
     place, confidence = choose_order_statistic(len(ordered))
     quartiles = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
@@ -45,19 +43,19 @@ def describe_spread(values: Sequence[float]) -> Spread:
 
 
 def choose_order_statistic(count: int) -> tuple[int, float]:
-    """The interval of the median from the k-th smallest to the k-th largest of ``count`` numbers.
+    """Return the largest k for which the k-th smallest and k-th largest of ``count`` numbers enclose the median with
+    ``CONFIDENCE``, or 1; and the confidence.
 
-    It misses the true median only where fewer than k of the numbers lie on one side of it, and each lies on either side
-    with probability 1/2 (David and Nagaraja, Order Statistics, 2003, section 7.1). Returns the largest k whose interval
-    has ``CONFIDENCE``, or 1; and its confidence.
+    The interval misses the true median only if fewer than k numbers are on one side, each with probability 1/2 (David
+    and Nagaraja, Order Statistics, 2003, section 7.1).
     """
     missed = itertools.accumulate(math.comb(count, fewer) * 0.5**count for fewer in range((count + 1) // 2))
-    confidences = [1 - 2 * chance for chance in missed]  # 1 - 2 P(Binomial(count, 1/2) < k), for each k from 1 on
+    confidences = [1 - 2 * chance for chance in missed]  # 1 - 2 P(Binomial(count, 1/2) < k), for k = 1, 2, ...
     place = max(1, sum(confidence >= CONFIDENCE for confidence in confidences))
     return place, max(confidences[place - 1], 0.0)
 
 
 def paired_ratios(numerators: Sequence[float | None], denominators: Sequence[float | None]) -> list[float]:
-    """The ratio of each round in which both were measured."""
+    """Ratios of the rounds in which both were measured."""
     pairs = zip(numerators, denominators, strict=True)
     return [above / below for above, below in pairs if above is not None and below is not None]

@@ -22,7 +22,7 @@ from ringtrain.data.order import SampleOrder
 PEERS = Path(__file__).resolve().parent / "peers"
 NO_FUSION = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DISABLE_GROUP_FUSION": "1"}
 AUTOTUNE = {"HOROVOD_AUTOTUNE": "1"}
-TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")  # by it, unless a variable sets them
+TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")  # by autotuning, unless set
 SAVE_EVERY_STEPS = 100
 ORDER_FILE = "order.npy"
 AGAIN = "the same once more (A/A)"
@@ -33,7 +33,7 @@ TF_KERAS = "fit on Keras 2 by bare Horovod, with ringtrain's cores, threads and 
 UNCONNECTED_FITS = "fit in plain processes, pinned as ringtrain's are, without communication"
 
 
-# The CNN logs as often as ringtrain does by itself.
+# The CNN logs at ringtrain's default.
 LENGTHS = {
     "CNN": Length(steps=300, log_every=100),
     "WIDE": Length(steps=150, log_every=50),
@@ -71,7 +71,6 @@ STEP_CONTENDERS = (
 
 
 def plan_steps(options: BenchOptions, settings: Settings) -> list[Experiment]:
-    """An experiment for each model."""
     experiments = []
     for model in options.model_names:
         contenders = plan_contenders(model, options, settings)
@@ -88,7 +87,7 @@ def plan_steps(options: BenchOptions, settings: Settings) -> list[Experiment]:
 
 
 def plan_loops(options: BenchOptions, settings: Settings) -> list[Experiment]:
-    """ringtrain with logs, guards and saves, compared with the hand-written loop, which only trains."""
+    """ringtrain with logs, guards and saves against a hand-written loop without."""
     experiments = []
     for model in [model for model in LOOP_GOALS if model in options.model_names]:
         contenders = plan_contenders(model, options, settings)
@@ -103,7 +102,7 @@ def plan_loops(options: BenchOptions, settings: Settings) -> list[Experiment]:
 
 
 def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
-    """``model.fit`` on all ranks, against processes that train apart by ``fit``."""
+    """``model.fit`` on all ranks against unconnected processes."""
     experiments = []
     for model in options.model_names:
         size, length = options.size, options.length(LENGTHS[model])
@@ -139,8 +138,8 @@ def plan_fits(options: BenchOptions, settings: Settings) -> list[Experiment]:
 
 
 def plan_guards(options: BenchOptions, _: Settings) -> list[Experiment]:
-    """What the guards cost that flags turn off: on, off, and on again."""
-    # The replicas are compared far more often than every 1000 steps, so that each timed interval has a comparison.
+    """Cost of optional guards: on, off, and on again."""
+    # Replicas are compared more often than by default, in each timed interval.
     experiments = []
     for name, flags, usual, goal in (
         ("cifar10", ["--workload", "cifar10", "--synthetic", "true"], Length(steps=90, log_every=30), 1 / 1.01),
@@ -165,7 +164,6 @@ def plan_guards(options: BenchOptions, _: Settings) -> list[Experiment]:
 
 
 def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> dict[str, Contender]:
-    """All contenders that train a model, by name."""
     size, length = options.size, options.length(LENGTHS[model])
     flags = peer_flags(model, size, length)
     pinned = [*flags, *settings.flags]
@@ -204,7 +202,7 @@ def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> di
 
 
 def plan_other(contender: Contender, python: Path) -> Contender:
-    """The same with the launcher and the packages of another environment, and this checkout's ringtrain."""
+    """Use launcher and packages of another environment, and this checkout's ringtrain."""
     programs = {"horovodrun": str(python.with_name("horovodrun")), sys.executable: str(python)}
     [command] = contender.commands
     other = Command(tuple(programs.get(word, word) for word in command.argv), command.env)
@@ -213,7 +211,7 @@ def plan_other(contender: Contender, python: Path) -> Contender:
 
 
 def plan_one_process(model: str, size: int, length: Length) -> Contender:
-    """The run that all others of a model must agree with."""
+    """Reference for all others of a model."""
     return Contender(
         "one_process",
         "plain TensorFlow in one process on all cores",
@@ -224,24 +222,22 @@ def plan_one_process(model: str, size: int, length: Length) -> Contender:
 
 
 def plan_training(size: int, flags: Sequence[str], length: Length) -> Command:
-    """The user's own command: ``horovodrun -np SIZE python -m ringtrain``."""
+    """``horovodrun -np SIZE python -m ringtrain``."""
     run = ["--out", f"{DIRECTORY}/{RUN}"]
     return Command(launch(size, (sys.executable, "-m", "ringtrain", *flags, *length.flags, *run)))
 
 
 def workload_flags(model: str) -> list[str]:
-    """The flags of ringtrain for a model of the benchmark."""
     return ["--workload", f"benchmarks.workloads:{model}"]
 
 
 def peer_flags(model: str, size: int, length: Length) -> list[str]:
-    """The flags of a training script of the peers."""
     order = ["--order", f"{DIRECTORY}/{ORDER_FILE}"]
     return ["--model", model, "--size", str(size), *length.flags, *order, "--output", DIRECTORY]
 
 
 def write_order(model: str, size: int, steps: int, directory: Path) -> None:
-    """Write down which samples ringtrain trains in which step, for peers that are to train the same."""
+    """Write ringtrain's samples per step, for peers to train the same."""
     spec = MODELS[model]
     order = SampleOrder(num_samples=spec.num_samples, global_batch_size=spec.local_batch_size * size)
     batches = [batch.indices for batch in order.local_batches(0, steps, rank=0, size=1)]
@@ -249,26 +245,23 @@ def write_order(model: str, size: int, steps: int, directory: Path) -> None:
 
 
 def launch(size: int, program: Sequence[str]) -> tuple[str, ...]:
-    """The stock command that starts a program on so many ranks."""
     return ("horovodrun", "-np", str(size), *program)
 
 
 def own(module: str, *flags: str) -> tuple[str, ...]:
-    """A program of ringtrain's own that measures by itself."""
     return (sys.executable, "-m", f"benchmarks.{module}", *flags)
 
 
 def peer(script: str, flags: Sequence[str]) -> tuple[str, ...]:
-    """A script of the peers."""
     return (sys.executable, str(PEERS / script), *flags)
 
 
 def plan_ranks(script: str, size: int, flags: Sequence[str]) -> list[tuple[str, ...]]:
-    """A process for each rank, started without a launcher."""
+    """One process per rank, without a launcher."""
     return [peer(script, ["--rank", str(rank), *flags]) for rank in range(size)]
 
 
 def describe_cluster(size: int, rank: int) -> str:
-    """TF_CONFIG of a worker; all are on this machine."""
+    """Return TF_CONFIG of a worker on this machine."""
     workers = [f"127.0.0.1:{PORT % number}" for number in range(size)]
     return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})

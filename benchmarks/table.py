@@ -43,7 +43,7 @@ tensors), TINY (a step of 1 to 3 ms) and TRANSFORMER; WIDE_ADAM and MANY_ADAM ar
 
 
 def make_page(results: Mapping[str, Result]) -> str:
-    """The page, in Markdown; ``results`` are by the names of their files."""
+    """Return Markdown; ``results``: by file name."""
     sections = [HEAD]
     for mode, question in QUESTIONS.items():
         names = [name for name in results if mode_of(name) == mode]
@@ -59,7 +59,7 @@ def make_page(results: Mapping[str, Result]) -> str:
 
 
 def _page_rows(result: Result) -> list[list[str]]:
-    """Experiment, contenders, ratio, interval and number of pairs of each comparison that was measured."""
+    """Return experiment, contenders, ratio, interval and number of pairs of each comparison."""
     return [
         [experiment["name"], *row[:3], row[3].partition(" ")[0]]
         for experiment in result["experiments"]
@@ -75,24 +75,23 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def read_results(directory: Path) -> dict[str, Result]:
-    """The result files that are there, such as ``bench-step.json`` and ``bench-step-WIDE.json``, by name."""
+    """Read files such as ``bench-step.json`` and ``bench-step-WIDE.json``, by name."""
     paths = sorted(path for path in directory.glob("bench-*.json") if mode_of(path.stem) in QUESTIONS)
     return {path.stem: read_result(path) for path in paths}
 
 
 def read_result(path: Path) -> Result:
-    """The content of a result file; an OSError or a ValueError if it is none."""
+    """Raise OSError or ValueError for other files."""
     result: Result = json.loads(path.read_text(encoding="utf-8"))
     return result
 
 
 def mode_of(name: str) -> str:
-    """What a result file's name says that was measured: a measurement may be made in parts."""
+    """A measurement may have several files, such as ``bench-step-WIDE``."""
     return name.removeprefix("bench-").partition("-")[0]
 
 
 def describe_result(result: Result) -> list[str]:
-    """The lines of a report."""
     machine = result["machine"]
     changed = ", with changes" if result["is_changed"] else ""
     lines = [
@@ -106,7 +105,6 @@ def describe_result(result: Result) -> list[str]:
 
 
 def describe_experiment(experiment: Result, size: int) -> list[str]:
-    """Each contender's seconds, then the ratios of those that are compared."""
     rounds = len(experiment["rounds"])
     unit = "microseconds" if experiment["num_bytes"] else "milliseconds"
     lines = [f"{experiment['name']}: {unit} of {experiment['unit']} over {rounds} rounds"]
@@ -118,13 +116,12 @@ def describe_experiment(experiment: Result, size: int) -> list[str]:
         heading = [f"  {format_bytes(experiment['num_bytes'][label])}"] if experiment["num_bytes"] else []
         lines += [*heading, *align(rows)]
     ratios = [row for each in experiment["comparisons"] for row in _ratio_rows(experiment, each)]
-    if not ratios:  # no run ended well, or the user chose contenders of which none is compared with another
+    if not ratios:  # all runs failed, or no chosen contenders are compared
         return lines
     return [*lines, "  times as fast as (paired by round; the interval holds the true median)", *align(ratios)]
 
 
 def describe_faults(result: Result) -> list[str]:
-    """What failed, was wrong or is missing; or that all is there and right."""
     faults, missing = find_faults(result), find_missing(result)
     num_runs = sum(len(each["runs"]) for experiment in result["experiments"] for each in experiment["rounds"])
     if not faults and not missing:
@@ -134,7 +131,7 @@ def describe_faults(result: Result) -> list[str]:
 
 
 def find_missing(result: Result) -> list[str]:
-    """Experiments that were cut short, a line each."""
+    """Describe each incomplete experiment in a line."""
     lines = []
     for experiment in result["experiments"]:
         whole = [each for each in experiment["rounds"] if set(each["runs"]) == set(experiment["contenders"])]
@@ -144,24 +141,22 @@ def find_missing(result: Result) -> list[str]:
 
 
 def list_labels(experiment: Result) -> list[str]:
-    """The labels of an experiment's figures, in order."""
     runs = [run for each in experiment["rounds"] for run in each["runs"].values()]
     return list(dict.fromkeys(label for run in runs for label in run.get("figures", ())))
 
 
 def read_figures(experiment: Result, name: str, label: str) -> list[float | None]:
-    """The seconds of a contender in each round; None where it failed or was wrong."""
+    """Return seconds in each round; None if it failed or was wrong."""
     runs = [each["runs"].get(name, {"fault": "not run yet"}) for each in experiment["rounds"]]
     return [None if run["fault"] else run["figures"][label] for run in runs]
 
 
 def read_right_figures(experiment: Result, name: str, label: str) -> list[float]:
-    """The seconds of a contender in the rounds in which it was right."""
     return [value for value in read_figures(experiment, name, label) if value is not None]
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines: the first column to the left, the others to the right."""
+    """Align the first column to the left, others to the right."""
     widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
     return [
         "  " + "  ".join(cell.ljust(width) if not column else cell.rjust(width)
@@ -171,7 +166,6 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes in the largest unit of which there is one at least."""
     for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes // scale} {unit}"
@@ -179,7 +173,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _figures(values: Sequence[float], experiment: Result, label: str, size: int) -> list[str]:
-    """Median, quartiles, ends; and of an all-reduce its bandwidth."""
+    """Return median, quartiles and ends; of an all-reduce also the bandwidth."""
     scale = 1e6 if experiment["num_bytes"] else 1e3
     spread = describe_spread([scale * value for value in values])
     cells = [

@@ -13,7 +13,7 @@ from ringtrain.workloads.base import Sources, Workload
 
 
 class BenchmarkWorkload(Workload):
-    """A model of the benchmark, by its class's name, on synthetic samples."""
+    """A model of the benchmark, by class name, on synthetic samples."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -35,7 +35,7 @@ class BenchmarkWorkload(Workload):
 
 
 class CNN(BenchmarkWorkload):
-    """The network of the CIFAR-10 tutorial."""
+    """CIFAR-10 tutorial's network."""
 
 
 class WIDE(BenchmarkWorkload):

@@ -22,8 +22,8 @@ def main() -> None:
 
     peer_loop.set_threads(arguments)
     spec = peer_models.MODELS[arguments.model]
-    first_weights = spec.create().get_weights()  # the initializers of Keras 2 draw other values from the same seeds
-    sys.modules["keras"] = tf_keras  # from here on: for the models, and for Horovod's own import
+    first_weights = spec.create().get_weights()  # Keras 2 initializers draw other values from the same seeds
+    sys.modules["keras"] = tf_keras  # for the models and Horovod
     del keras
     import horovod.tensorflow.keras as hvd
 

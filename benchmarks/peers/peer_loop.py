@@ -31,13 +31,13 @@ def parse_arguments(description: str | None, words: Sequence[str] | None = None)
 
 
 def pin(arguments: argparse.Namespace, rank: int) -> None:
-    """Take the rank's cores, where some are given. Call before TensorFlow is imported."""
+    """Call before TensorFlow is imported."""
     if arguments.cores:
         os.sched_setaffinity(0, {int(core) for core in arguments.cores[rank].split(",")})
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
-    """Size TensorFlow's thread pools. Call before TensorFlow computes anything."""
+    """Call before TensorFlow computes anything."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(arguments.intra_op_threads)
@@ -45,7 +45,7 @@ def set_threads(arguments: argparse.Namespace) -> None:
 
 
 def make_batches(arguments: argparse.Namespace, rank: int, *, num_parts: int | None = None) -> Any:
-    """This rank's part of each global batch, of ``num_parts`` (the processes): a tf.data.Dataset of (x, y)."""
+    """Return a tf.data.Dataset of (x, y): this rank's part of each global batch."""
     import tensorflow as tf
 
     order = np.load(arguments.order, allow_pickle=False)
@@ -57,9 +57,9 @@ def make_batches(arguments: argparse.Namespace, rank: int, *, num_parts: int | N
 
 
 def create_step(name: str, *, fused: bool = False) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """A model, and its compiled step (x, y) -> loss, in plain TensorFlow, without any communication.
+    """Return a model, and its compiled step (x, y) -> loss, without communication.
 
-    ``fused``: with an update that passes through memory once, by TensorFlow's own operation, in place of Keras'.
+    ``fused``: update by TensorFlow's operation, which passes over memory once, not Keras'.
     """
     import tensorflow as tf
 
@@ -80,17 +80,17 @@ def create_step(name: str, *, fused: bool = False) -> tuple[Any, Callable[[Any, 
 
 
 def create_update(spec: peer_models.Model, model: Any) -> Callable[[Any], None]:
-    """The update of a model by its gradients, as Keras writes it."""
+    """Return Keras' update."""
     import tensorflow as tf
 
     optimizer = peer_models.create_optimizer(spec)
     optimizer.build(model.trainable_variables)
-    # Dense: Keras' Adam squares a sparse gradient row by row, which is wrong where a row comes twice.
+    # Dense: Keras' Adam squares a sparse gradient row by row, wrongly if a row is repeated.
     return lambda gradients: optimizer.apply([tf.convert_to_tensor(g) for g in gradients], model.trainable_variables)
 
 
 def create_fused_update(spec: peer_models.Model, variables: Sequence[Any]) -> Callable[[Any], None]:
-    """The same by one operation for each variable."""
+    """Use one operation per variable."""
     import tensorflow as tf
 
     step = tf.Variable(0.0)
@@ -117,7 +117,7 @@ def create_fused_update(spec: peer_models.Model, variables: Sequence[Any]) -> Ca
 def time_steps(
     train_step: Callable[[Any, Any], Any], batches: Any, arguments: argparse.Namespace, *, is_rank0: bool
 ) -> tuple[list[float], Any]:
-    """Train: the mean seconds per step of each ``log_every`` steps, and what the last step returned."""
+    """Return mean seconds per step of each ``log_every`` steps, and the last step's result."""
     sec_per_step = []
     loss = None
     start = time.perf_counter()
@@ -134,9 +134,9 @@ def time_steps(
 
 
 def make_timer(arguments: argparse.Namespace, callback: type, *, is_rank0: bool) -> Any:
-    """A callback of Keras with the seconds per step of each ``log_every`` steps, and the loss of the last batch.
+    """Return a callback with seconds per step of each ``log_every`` steps, and the last batch's loss.
 
-    ``callback`` is the base class: Keras 3's, or Keras 2's.
+    ``callback``: base class, Keras 3's or Keras 2's.
     """
 
     class Timer(callback):
@@ -155,7 +155,7 @@ def make_timer(arguments: argparse.Namespace, callback: type, *, is_rank0: bool)
                 self.start = now
                 if is_rank0:
                     print(f"step {step}, loss = {value:.4g} ({self.sec_per_step[-1]:.3f} sec/batch)", flush=True)
-            if step == arguments.steps - 1:  # the loss of the last step alone
+            if step == arguments.steps - 1:  # only the last step's loss
                 self.model.reset_metrics()
 
     return Timer()
@@ -164,13 +164,12 @@ def make_timer(arguments: argparse.Namespace, callback: type, *, is_rank0: bool)
 def write_results(
     arguments: argparse.Namespace, sec_per_step: list[float], loss: float, model: Any, *, name: str = "result"
 ) -> None:
-    """Write what was measured, and what was trained."""
     write_weights(arguments, model, name=name)
     values = {"sec_per_step": sec_per_step, "loss": loss}
     (arguments.output / f"{name}.json").write_text(json.dumps(values))
 
 
 def write_weights(arguments: argparse.Namespace, model: Any, *, name: str) -> None:
-    """Write the trainable weights, in the model's order."""
+    """In the model's order."""
     arguments.output.mkdir(parents=True, exist_ok=True)
     np.savez(arguments.output / f"{name}.npz", *[np.asarray(variable) for variable in model.trainable_variables])

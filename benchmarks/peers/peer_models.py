@@ -16,22 +16,19 @@ NUM_WORDS, NUM_POSITIONS, TOKEN_WIDTH, NUM_BLOCKS, NUM_HEADS = 4000, 32, 128, 7,
 
 
 class Model(NamedTuple):
-    """A model of the benchmark."""
-
-    create: Callable[[], Any]  # () -> keras.Model, whose outputs are logits of NUM_CLASSES
-    sample_shape: tuple[int, ...]  # of one input
+    create: Callable[[], Any]  # () -> keras.Model with logits of NUM_CLASSES
+    sample_shape: tuple[int, ...]
     num_samples: int  # of the synthetic data
     local_batch_size: int  # samples per rank
-    learning_rate: float  # so small that rounding does not grow into another trajectory
-    optimizer: str = "SGD"  # by Keras' name, with its own settings
-    num_words: int = 0  # where a sample is of whole numbers below it
+    learning_rate: float  # small, so that rounding does not change the trajectory
+    optimizer: str = "SGD"  # Keras' name, default settings
+    num_words: int = 0  # if not 0, samples are integers below it
 
 
 def make_samples(model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """x [n, *sample_shape] float32 and labels [n] int64.
+    """Return x float32 [n, *sample_shape] and labels int64 [n].
 
-    A class can be learnt: it has a centre, with noise around it. From noise alone the gradients of the samples would
-    cancel, and what moves the weights would be rounding as much as anything.
+    Each class is a centre with noise: gradients of pure noise would cancel, except for rounding.
     """
     generator = np.random.default_rng(0)
     centres = generator.standard_normal((NUM_CLASSES, *model.sample_shape), np.float32)
@@ -45,14 +42,13 @@ def make_samples(model: Model) -> tuple[np.ndarray, np.ndarray]:
 
 
 def create_optimizer(model: Model) -> Any:
-    """The model's optimizer."""
     import keras
 
     return getattr(keras.optimizers, model.optimizer)(model.learning_rate)
 
 
 def create_cnn() -> Any:
-    """The network of TensorFlow's CIFAR-10 tutorial on 24x24 crops: 1.07 M parameters in 10 tensors."""
+    """TensorFlow's CIFAR-10 tutorial on 24x24 crops: 1.07 M parameters in 10 tensors."""
     import keras
     import tensorflow as tf
     from keras import layers
@@ -79,7 +75,7 @@ def create_cnn() -> Any:
 
 
 def create_wide() -> Any:
-    """A perceptron of 22 M parameters: much to send and to update for what there is to compute."""
+    """A perceptron of 22 M parameters: much communication and update per computation."""
     import keras
     from keras import layers
 
@@ -90,7 +86,7 @@ def create_wide() -> Any:
 
 
 def create_many() -> Any:
-    """A residual perceptron whose 0.6 M parameters lie in 300 tensors."""
+    """A residual perceptron of 0.6 M parameters in 300 tensors."""
     import keras
     from keras import layers
 
@@ -103,7 +99,7 @@ def create_many() -> Any:
 
 
 def create_tiny() -> Any:
-    """A small perceptron: a step of 2 to 3 ms, most of which is not computation."""
+    """A small perceptron: a step of 2 to 3 ms, mostly overhead."""
     import keras
     from keras import layers
 
@@ -130,7 +126,7 @@ def create_transformer() -> Any:
         normal = layers.LayerNormalization()(values)
         attention = layers.MultiHeadAttention(
             NUM_HEADS, TOKEN_WIDTH // NUM_HEADS, use_bias=False, kernel_initializer=next(kernels)
-        )  # a key's bias has no gradient but rounding, which Adam would follow
+        )  # a key bias' gradient is only rounding, which Adam would follow
         values = layers.add([values, attention(normal, normal)])
         normal = layers.LayerNormalization()(values)
         values = layers.add([values, dense(TOKEN_WIDTH)(dense(4 * TOKEN_WIDTH, "gelu")(normal))])
@@ -139,7 +135,7 @@ def create_transformer() -> Any:
 
 
 def _kernels() -> Iterator[Any]:
-    """An initializer for each layer, with a seed of its own."""
+    """One initializer per layer, each with its seed."""
     import keras
 
     return (keras.initializers.VarianceScaling(0.5, seed=seed) for seed in itertools.count(1))

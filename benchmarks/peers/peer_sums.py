@@ -1,6 +1,6 @@
 """What the all-reduce scripts of the peers share: the sizes, the data, the timing, and the file of results.
 
-The values are whole numbers, so that their sum must be exact.
+The values are integers, so that sums must be exact.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-NUM_VALUES = 1000  # different ones in an array; their sums over all ranks stay far below 2^24
+NUM_VALUES = 1000  # distinct values; sums over all ranks are far below 2^24
 WARM_UP_CALLS = 5
 MIN_CALLS, MAX_CALLS = 12, 200
-TIMED_BYTES = 512 * 2**20  # of all calls of a size together, between the smallest and the largest number of them
+TIMED_BYTES = 512 * 2**20  # of all calls of a size, within the limits of their number
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -41,11 +41,11 @@ def time_sums(
     *,
     adds: bool = True,
 ) -> None:
-    """Sum arrays of each size over all ranks; rank 0 writes the median seconds of each size, and what was wrong.
+    """Sum arrays of each size over all ranks; rank 0 writes the median seconds of each size, and faults.
 
     Args:
-        prepare: (this rank's array) -> (what sums it, what makes a NumPy array of the outcome).
-        adds: whether the outcome is a sum; else each rank has its own array, and none waits.
+        prepare: (this rank's array) -> (sum function, conversion of its result to NumPy).
+        adds: False: no sum, each rank keeps its array.
     """
     seconds, fault = {}, ""
     for text in arguments.sizes.split(","):

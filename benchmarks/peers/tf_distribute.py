@@ -30,7 +30,7 @@ def main() -> None:
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
             loss = tf.nn.compute_average_loss(losses, global_batch_size=global_batch_size)
         gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
-        optimizer.apply(gradients, model.trainable_variables)  # Keras adds the gradients of the replicas
+        optimizer.apply(gradients, model.trainable_variables)  # Keras sums over the replicas
         return loss
 
     @tf.function(jit_compile=False)

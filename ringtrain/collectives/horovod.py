@@ -187,9 +187,9 @@ def _find_differences(rank: int, its: Sequence[str], first: Sequence[str]) -> li
 
 
 def require_same_settings_by_rendezvous(world: World) -> None:
-    """Check, before Horovod starts over Gloo, that the launcher answers and that settings equal rank 0's.
+    """Check before Horovod starts over Gloo.
 
-    Horovod itself would deadlock with other settings, and abort in C++ without the rendezvous server.
+    It would deadlock with settings other than rank 0's, and abort in C++ without the rendezvous server.
     """
     names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     if world.launcher != GLOO_LAUNCHER or any(name not in os.environ for name in names):

@@ -85,9 +85,7 @@ class MpiCollective(Collective):
 
 
 def start_mpi() -> Any:
-    """Start MPI unless it is running.
-
-    MPI_Init waits for all ranks. mpi4py would hold the GIL, and block the watchdog and stop requests; ctypes releases
+    """MPI_Init waits for all ranks: mpi4py would hold the GIL, and block the watchdog and stop requests; ctypes releases
     it.
     """
     import mpi4py

@@ -37,7 +37,6 @@ def conclusion(findings: Sequence[Finding]) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 if training would work."""
     return 2 if any(finding.status == "broken" for finding in findings) else 0
 
 

@@ -75,7 +75,7 @@ def find_users_place(error: BaseException) -> str:
 
 
 def find_own_frame(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost such frame."""
+    """Return the innermost."""
     ours = max((number for number, frame in enumerate(frames) if frame.filename.startswith(_FOREIGN[0])), default=0)
     own = [frame for frame in frames[ours:] if is_users_own(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

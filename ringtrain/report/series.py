@@ -104,7 +104,6 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
 
 
 def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.NDArray[np.intp]:
-    """Return indices of events, by step."""
     places = {event["step"]: place for place, event in enumerate(events) if event["event"] == kind}
     return np.array([places[step] for step in sorted(places)], np.intp)
 

@@ -202,7 +202,7 @@ class TrainStep:
         )
 
     def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
-        """Compute this rank's gradients again; return weights. Collective."""
+        """Compute this rank's gradients again; return paths of weights with non-finite ones. Collective."""
         if not (batch.indices.shape[0] or self._local_gradients.needs_every_rank):
             return []
         are_finite = self._look_again(batch).numpy()

@@ -126,7 +126,7 @@ class EvalStep:
         self._join = tf.function(self._sum_empty_batch, input_signature=signature, autograph=False)
 
     def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
-        """Return sums over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Collective."""
+        """Sum over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Collective."""
         step = self._evaluate if batch.indices.shape[0] or self._needs_every_rank else self._join
         sums = step(batch, tf.constant(is_stop_wanted, tf.float64)).numpy()
         self.was_called = True

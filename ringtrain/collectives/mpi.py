@@ -85,9 +85,7 @@ class MpiCollective(Collective):
 
 
 def start_mpi() -> Any:
-    """MPI_Init waits for all ranks: mpi4py would hold the GIL, and block the watchdog and stop requests; ctypes releases
-    it.
-    """
+    """MPI_Init waits for all ranks: mpi4py would hold the GIL, and block the watchdog; ctypes releases it."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:

@@ -68,7 +68,7 @@ class Run(keras.callbacks.Callback):
             out: the run directory, equal on all ranks; only rank 0 writes it.
             checkpoint_every: steps between checkpoints, in addition to each epoch's; 0: none.
             keep: newest checkpoints to keep, in addition to the best.
-            log_every: steps between ``train`` events.
+            log_every: steps between ``train`` events in ``metrics.jsonl``.
             best_metric, best_direction: validation value of the best checkpoint, without ``val_``.
             resume: ``"auto"``, ``"never"`` (a new directory) or ``"must"``.
             check_replicas_every: steps between comparisons of the replicas, besides those of saves; 0: none.

@@ -139,7 +139,7 @@ def plan_settings(
 ) -> tuple[Setting, ...]:
     wanted = {
         "KERAS_BACKEND": "tensorflow",
-        # Errors only.
+        # Errors only: imports print notices.
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if world.size > 1:

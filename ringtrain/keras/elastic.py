@@ -239,6 +239,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
 
 def require_attribute(state: Any, name: str, callback: keras.callbacks.Callback) -> None:
+    """Raise UsageError if the state lacks it."""
     if not hasattr(state, name):
         raise UsageError(
             f"{type(callback).__name__} keeps state.{name}, which the state has not. Make it with KerasState(model, "

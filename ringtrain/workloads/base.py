@@ -46,14 +46,12 @@ class Workload(abc.ABC):
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     """The workload's values for the fields of ``ringtrain.config.Config``, such as
-    ``{"epochs": 10, "batch_size": 32, "optimizer": {"name": "adam", "lr": 1e-3}}``. ``batch_size``, per rank, is the
-    size that ``optimizer.lr`` belongs to; where a recipe needs the same batch under any number of ranks, it is
-    ``global_batch_size``."""
+    ``{"epochs": 10, "batch_size": 32, "optimizer": {"name": "adam", "lr": 1e-3}}``. ``optimizer.lr`` belongs to
+    ``batch_size``, per rank, or to ``global_batch_size`` for the same batch under any number of ranks."""
 
     options: ClassVar[Mapping[str, Any]] = {}
-    """Settings of the workload's own with their default values, such as ``{"width": 64}``. The user changes one by
-    ``--options.width 32``; a method reads ``self.options["width"]``. A value must be of its default's type; where the
-    default is None it may be any."""
+    """The workload's own settings with their defaults, such as ``{"width": 64}``. ``--options.width 32`` changes one; a
+    method reads ``self.options["width"]``. A value must have the type of its default, unless that is None."""
 
     needs_every_rank: ClassVar[bool] = False
     """True if ``loss`` or ``metrics`` call ``ringtrain.all_gather``. Every rank then computes them in every step, also

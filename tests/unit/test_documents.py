@@ -266,3 +266,19 @@ def test_the_benchmark_page_equals_its_command_s_output() -> None:
 def test_the_benchmark_page_lists_what_is_not_measured() -> None:
     assert set(QUESTIONS) == {*MODES, "nodes"}  # tests/bench
     assert make_page({}).endswith(f"## Not measured yet\n\n{', '.join(f'`{mode}`' for mode in QUESTIONS)}\n")
+
+
+def test_the_signatures_of_the_reference_are_those_of_the_code() -> None:
+    import ringtrain.keras as hvd
+
+    [listing] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reference.md").read_text(), re.DOTALL)
+    shown = re.findall(r"^([\w.]+)\(([^)]*)\)(?: +(?:->|#)[^\n]*)?$", listing, re.MULTILINE)
+    assert len(shown) == 16
+    for name, parameters in shown:
+        value: Any = hvd if name.startswith("hvd.") else ringtrain
+        for part in name.removeprefix("hvd.").split("."):
+            value = getattr(value, part)
+        signature = inspect.signature(value)
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        right = str(inspect.Signature(plain)).replace("'", '"')
+        assert f"({' '.join(parameters.split())})" == right, name

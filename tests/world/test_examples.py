@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,13 @@ def test_a_loss_that_compares_samples(folder: Path) -> None:
     command = command_of("contrastive.py")
     losses = re.findall(r"\bstep \d+, loss = (\S+)", run(f"{command} --log_every 1", folder).stdout)
     assert float(losses[-1]) < 0.5 * float(losses[0])
+
+
+@pytest.mark.slow
+def test_tfrecord_files_with_your_own_features(folder: Path) -> None:
+    subprocess.run([sys.executable, "features.py"], check=True, timeout=60, cwd=folder)
+    losses = re.findall(r"eval loss = ([\d.]+)", run(command_of("features.py"), folder).stdout)
+    assert float(losses[-1]) < 1
 
 
 @pytest.mark.slow

@@ -30,6 +30,9 @@ class Operations(NamedTuple):
 def load_operations() -> Operations | None:
     import tensorflow as tf
 
+    framework = Path(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2")
+    if framework.exists():  # older TensorFlow loads it with RTLD_LOCAL, and only Horovod's import changes that
+        ctypes.CDLL(str(framework), ctypes.RTLD_GLOBAL)
     try:
         loaded = tf.load_op_library(str(LIBRARY))
         return Operations(loaded.ringtrain_all_reduce, loaded.ringtrain_all_gather)

@@ -35,9 +35,9 @@ class ReplicaGuard:
         self._variables, self._collective = variables, collective
         self._equal_at: int | None = None
 
-    def check(self, step: int) -> None:
-        """Raise ReplicasDifferError if values differ. Collective."""
-        if self._collective.world.size == 1 or self._equal_at == step:
+    def check(self, step: int, *, again: bool = False) -> None:
+        """Compare the values after ``step`` steps; ``again``: also if they were equal at this step. Collective."""
+        if self._collective.world.size == 1 or (self._equal_at == step and not again):
             return
         hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]
         of_all = hash_bits(np.array(hashes, np.uint64))

@@ -66,6 +66,9 @@ class FitSession:
         self._votes = Votes()
         self._log = FitLog(model, session)
         self._variables: dict[str, keras.Variable] = {}
+        self._equal: dict[str, keras.Variable] = {}  # of these, equal on all ranks
+        self._steps_of_epoch: int | None = None
+        self._epoch_began_at = session.start.step
         self._build_error: Exception | None = None
         self._resumed: Arrays = {}  # this rank's own state, until the first epoch begins
         self._metrics_so_far: Arrays = {}  # of the epoch, until the first step after a resume
@@ -112,8 +115,12 @@ class FitSession:
         Exchange.votes = self._votes
         model.make_train_function(force=True)  # a function traced by an earlier fit has no votes
         trained = {id(v) for v in (*model.trainable_variables, *model.optimizer.variables)}
-        equal = {name: v for name, v in self._variables.items() if id(v) in trained}
-        self._replicas = ReplicaGuard(equal, self._collective)
+        self._equal = {
+            name: v
+            for name, v in self._variables.items()
+            if id(v) in trained and not name.endswith("learning_rate")  # compared by TrainingGuard, with its remedy
+        }
+        self._replicas = ReplicaGuard(self._equal, self._collective)
         if not self._is_complete:
             self._session.begin()
         activity.set_phase(Phase.DATA, self._step + 1, takes_long=True)
@@ -183,7 +190,7 @@ class FitSession:
         if self._passes(former, self._config.log_every):
             self._write_log(logs)
         if self._passes(former, self._config.check_replicas_every):
-            self._check_replicas()
+            self.check_replicas()
         if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due follows the validation
             self._log.carry_over()
         elif self._is_stopped:
@@ -254,11 +261,14 @@ class FitSession:
             return
         is_early = self._progress.epochs_done < (self._config.epochs or 0)
         self._progress.finished = "stopped early" if is_early else "completed"
+        # Checked before the other callbacks. EarlyStopping may have restored each rank's own best weights since.
+        broadcast_variables(list(self._equal.values()), self._collective)
         self._finish()
 
     def close(self) -> None:
         Exchange.votes = None
         self.model._initial_epoch = None
+        self._session.requests.end_training()  # before a lost rank is waited for
 
     def _leave(self) -> None:
         self._session.leave(f"step {self._step}", self._finish())
@@ -271,14 +281,15 @@ class FitSession:
         state = self._gather_state()
         self._session.save(self._step, self._variables, state, as_step=as_step, as_best=as_best)
 
-    def _check_replicas(self) -> None:
-        if self._config.check_replicas_every:
+    def check_replicas(self) -> None:
+        """Collective; callbacks may have changed variables since the last check at this step."""
+        if self._config.check_replicas_every and not self._is_complete:
             activity.set_phase(Phase.CHECK, self._step)
-            self._replicas.check(self._step)
+            self._replicas.check(self._step, again=True)
 
     def _gather_state(self) -> Arrays:
         """Check the shared variables; return the rest of a checkpoint, on rank 0. Collective."""
-        self._check_replicas()
+        self.check_replicas()
         activity.set_phase(Phase.SAVE, self._step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)

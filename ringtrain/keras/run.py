@@ -159,14 +159,17 @@ class Run(keras.callbacks.Callback):
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
     def before_others(self) -> keras.callbacks.Callback:
-        """Reports the start of callbacks to the watchdog."""
+        """A callback before all others: it reports them to the watchdog, and compares the replicas at the end."""
 
         def begin(*_: Any, takes_long: bool = False) -> None:
             activity.set_phase(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
 
-        begin_or_end = functools.partial(begin, takes_long=True)
+        def end(*_: Any) -> None:
+            self._fit.check_replicas()
+            begin(takes_long=True)
+
         return keras.callbacks.LambdaCallback(
-            on_train_begin=begin_or_end, on_epoch_end=begin, on_train_end=begin_or_end
+            on_train_begin=functools.partial(begin, takes_long=True), on_epoch_end=begin, on_train_end=end
         )
 
     def _check_use(self, initial_epoch: int, *, is_alone: bool) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
-LOG = logging.getLogger("ringtrain.lines")
-LOG.setLevel(logging.INFO)
-LOG.addHandler(logging.NullHandler())  # shown only within ``show_log``, and where the user configures logging
+# Not known to the logging module, so that no configuration of the user's code disables it or prints its lines twice.
+LOG = logging.Logger("ringtrain", logging.INFO)
+LOG.addHandler(logging.NullHandler())  # shown only within ``show_log``
 
 
 class _Lines(logging.Handler):

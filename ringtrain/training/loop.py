@@ -77,6 +77,9 @@ def train(prepared: Prepared, session: RunSession) -> Result:
         with explaining_lost_ranks():  # before cleanup changes this rank's phase
             step, ending = run_steps(job, session, actions)
             profile.close()  # if the run ends within the profile
+    except BaseException:
+        session.requests.end_training()
+        raise
     finally:
         with contextlib.suppress(RingtrainError):
             profile.close(on_all=False)  # a running profile means that this rank failed

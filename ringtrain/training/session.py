@@ -64,6 +64,7 @@ class RunSession:
 
         ``facts``: about the samples, for checkpoints.
         """
+        activity.set_phase(Phase.OPEN, self.start.step, takes_long=True)
         if self.directory is not None:
             step = self.start.step
             self._events = EventFiles(self.directory.tensorboard, first_step=step)
@@ -122,7 +123,8 @@ class RunSession:
 
     def save(self, step: int, variables: Variables, extra: Arrays, *, as_step: bool, as_best: bool) -> None:
         """Start to write a checkpoint on rank 0."""
-        if self._writer is not None:
+        if self._writer is not None and self._events is not None:
+            self._events.flush()
             self._writer.save(self._take_snapshot(step, variables, extra), as_step=as_step, as_best=as_best)
 
     def finish(self, step: int, variables: Variables, extra: Arrays, seconds: Mapping[str, float]) -> str:
@@ -136,6 +138,9 @@ class RunSession:
             assert self._writer is not None
             assert self.directory is not None
             self.directory.at_end["ranks"] = usage
+            with contextlib.suppress(RingtrainError):  # the checkpoint matters more
+                assert self._events is not None
+                self._events.flush()
             return self._writer.finish(self._take_snapshot(step, variables, extra))
 
         activity.set_phase(Phase.SAVE, step, takes_long=True)
@@ -143,8 +148,6 @@ class RunSession:
 
     def _take_snapshot(self, step: int, variables: Variables, extra: Arrays) -> Checkpoint:
         activity.set_phase(Phase.SAVE, step, takes_long=True)
-        if self._events is not None:
-            self._events.flush()
         return take_snapshot(variables, step, self.progress, self._facts, extra)
 
     def leave_if_requested(self) -> None:

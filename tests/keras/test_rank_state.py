@@ -19,6 +19,8 @@ def test_counts_go_to_the_callbacks_of_their_class() -> None:
         callback.best = best
     former[2].best_weights = [np.ones(2)]
     stopping = [keras.callbacks.EarlyStopping() for _ in range(2)]
+    for callback in stopping:
+        callback.on_train_begin()  # before, the callback of an older Keras has no attribute ``best``
     set_counts(stopping, counts_of(former) | best_weights_of(former))
     assert [callback.best for callback in stopping] == [2.0, 3.0]
     assert stopping[0].best_weights is None

@@ -52,12 +52,14 @@ def test_a_script_starts_well_and_does_not_train_apart(tmp_path: Path) -> None:
 
 STALLED = """
 import os
+import sys
 import keras
 import numpy as np
 import ringtrain.keras as hvd
 
 hvd.init()
-print("limit", os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"], flush=True)
+sys.stdout.write(f"limit {os.environ['HOROVOD_STALL_SHUTDOWN_TIME_SECONDS']}\\n")  # at once: ranks share the stream
+sys.stdout.flush()
 
 
 class Ask(keras.callbacks.Callback):

@@ -43,9 +43,8 @@ def make_parallel(
 ) -> Any:
     """Run a function on each rank's slice of the inputs, and return the whole result on every rank.
 
-    Use it as ``make_parallel(fn, x=images, y=labels)``, as ``parallel = make_parallel(fn)``, or as a decorator, such as
-    ``@make_parallel(combine="mean")``. Every rank must make the same calls in the same order, with the same whole
-    inputs and values of variables.
+    Use it as ``make_parallel(fn, x=images)``, ``make_parallel(fn)`` or ``@make_parallel(combine="mean")``. Every rank
+    must make the same calls in the same order, with the same inputs and variables.
 
     Rank r gets the samples from count*r//size up to count*(r+1)//size, exclusive. A rank with an empty slice runs
     ``fn`` on one sample and drops the result: ``fn`` gets an empty batch only if the inputs are empty. ``fn`` is traced
@@ -60,8 +59,7 @@ def make_parallel(
             - ``"mean"``: sum over ranks of output * n_r / n, for n_r of n samples: the exact mean over all samples, if
               an output is its slice's mean. Floating, with a shape that does not depend on n.
             - ``"sum"``: sum over ranks. Shapes as for ``"mean"``.
-        collective: default: the launcher's ranks, joined on the first call. ``ringtrain.keras.init()`` before gives
-            each rank its own GPU or cores.
+        collective: default: the launcher's ranks. ``ringtrain.keras.init()`` before gives each its own GPU or cores.
         inputs: named inputs, to call ``fn`` at once; for others, or names ``combine`` and ``collective``, call
             ``make_parallel(fn)(...)``. None, True, False and strings are passed unchanged.
 

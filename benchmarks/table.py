@@ -37,8 +37,7 @@ each round, and an interval that contains the true median with at least 94 %. Ab
 
 The models are CNN (the CIFAR-10 tutorial's network), WIDE (a perceptron of 21.9 M parameters), MANY (300 small
 tensors), TINY (a step of 1 to 3 ms) and TRANSFORMER; WIDE_ADAM and MANY_ADAM are the same with Adam.
-`python -m benchmarks show FILE` prints the times of a result file with its command, commit and machine, and
-`python -m benchmarks page` writes this page.
+`python -m benchmarks show FILE` prints a result file with its command, commit and machine.
 """
 
 

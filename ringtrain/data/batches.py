@@ -57,7 +57,7 @@ class Batches:
     def note(self, next_global_count: int) -> None:
         """Set the sum of all ranks' ``next_local_count``."""
 
-    def place_before(self, step: int) -> tuple[int, bytes] | None:
+    def state_before(self, step: int) -> tuple[int, bytes] | None:
         """Return the pipeline's last state up to a step; None if unsupported."""
         return None
 
@@ -84,12 +84,12 @@ class CountedBatches(Batches):
         order: SampleOrder,
         *,
         find_bad: FindBad | None = None,
-        place_before: Callable[[int], tuple[int, bytes]] | None = None,
+        state_before: Callable[[int], tuple[int, bytes]] | None = None,
         **steps: Any,
     ) -> None:
         """``find_bad`` returns the corrupt ones among planned samples."""
         super().__init__(dataset, **steps)
-        self._place_before = place_before
+        self._state_before = state_before
         self._collective, self._order = collective, order
         self._find_bad = find_bad
         self._upcoming: Batch | None = None
@@ -142,8 +142,8 @@ class CountedBatches(Batches):
         elif self._find_bad is not None and next_global_count < self._order.global_count(step):
             self._name_left_out(step, self._find_bad)
 
-    def place_before(self, step: int) -> tuple[int, bytes] | None:
-        return self._place_before(step) if self._place_before else None
+    def state_before(self, step: int) -> tuple[int, bytes] | None:
+        return self._state_before(step) if self._state_before else None
 
     def is_last(self, step: int) -> bool:
         return super().is_last(step) or not self._global_count

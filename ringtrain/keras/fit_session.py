@@ -371,7 +371,7 @@ class FitSession:
         ranks = [rank for rank, number in enumerate(firsts) if number == first]
         who = name_ranks(ranks) if first else "the ranks"
         stands = run_on_rank0(self._collective, lambda: self._session.last_saved_step, name="fit/last")
-        saved = f"The checkpoint of step {stands} stands." if stands else "Nothing is saved."
+        saved = f"The latest checkpoint is that of step {stands}." if stands else "Nothing is saved."
         within = f"within the {num_steps} steps up to step {self._step}"
         if first:  # a step may have several reductions, and a reduction several steps
             steps = first * (self._step - self._start.step) / max(numbers)

@@ -128,10 +128,10 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     epochs, initial_epoch = given.arguments["epochs"], given.arguments["initial_epoch"]
     first_batches().begin()
     try:
-        with contextlib.ExitStack() as kept:
+        with contextlib.ExitStack() as stack:
             for run in runs[:1] if model.compiled else ():  # else Keras reports what is missing
                 around = run.around(model, epochs=epochs, initial_epoch=initial_epoch, is_alone=len(runs) == 1)
-                kept.enter_context(around)
+                stack.enter_context(around)
             return plain(*args, **kwargs)
     finally:
         first_batches().end()
@@ -152,9 +152,9 @@ def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _enumerate(plain: Any, data: Any) -> Any:
-    kept = Run.current
-    if kept is not None and kept.batches.are_of(data):
-        steps = kept.batches.enumerate(plain, data)
+    fit = Run.current
+    if fit is not None and fit.batches.are_of(data):
+        steps = fit.batches.enumerate(plain, data)
     else:
         steps = UpdateBatchStateCallback.enumerate(plain, data)
     return first_batches().note(steps, data.steps_per_execution)
@@ -167,15 +167,15 @@ def _create_epoch_iterator(plain: Any, data: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _get_dataset(plain: Any, data: Any) -> Any:
-    kept = Run.current
-    return without_tuner(plain(), b"" if kept is None else kept.batches.state_for(data))
+    fit = Run.current
+    return without_tuner(plain(), b"" if fit is None else fit.batches.state_for(data))
 
 
 def _metrics_or_logs(plain: Any, model: Any, logs: Any) -> Any:
-    kept = Run.current
-    if kept is None or kept.model is not model or logs:
+    fit = Run.current
+    if fit is None or fit.model is not model or logs:
         return plain(logs)
-    return kept.take_logs() or plain(logs)
+    return fit.take_logs() or plain(logs)
 
 
 def _has_ranks() -> bool:

@@ -213,7 +213,7 @@ class _Loader(yaml.SafeLoader):
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
         twice = next((key for key, count in keys.items() if count > 1), None)
         if twice is not None:
-            raise ValueError(f"the key {twice!r} stands there twice")
+            raise ValueError(f"the key {twice!r} is there twice")
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

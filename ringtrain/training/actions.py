@@ -158,14 +158,14 @@ class Save(Action):
             return
         of_step = self._job.step
         require_finite_values(of_step.named_variables | of_step.named_pieces, self._job.collective, step=step)
-        note_places(self._job, self._session, step)
+        record_iterator_states(self._job, self._session, step)
         gathered = of_step.gather_shared_out()
         self._session.save(step, of_step.named_variables, gathered, as_step=as_step, as_best=as_best)
 
 
-def note_places(job: Job, session: RunSession, step: int) -> None:
+def record_iterator_states(job: Job, session: RunSession, step: int) -> None:
     """Record the state of each rank's pipeline, for a resume. Collective."""
-    place = job.batches.place_before(step)
+    place = job.batches.state_before(step)
     if place is None:  # on all ranks
         return
     mine = [place[0], base64.b64encode(place[1]).decode(), place_of_data(job.config)]

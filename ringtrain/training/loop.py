@@ -30,7 +30,7 @@ from ringtrain.training.actions import (
     Log,
     Profile,
     Save,
-    note_places,
+    record_iterator_states,
 )
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
@@ -234,7 +234,7 @@ def finish(job: Job, session: RunSession, step: int, ending: Ending) -> None:
     """Save the last step; return only after all ranks know. Raises the same on all ranks."""
     session.progress.finished = None if ending is Ending.PREEMPTED else ending.value
     require_finite_values(job.step.named_variables | job.step.named_pieces, job.collective, step=step)
-    note_places(job, session, step)
+    record_iterator_states(job, session, step)
     path = session.finish(step, job.step.named_variables, job.step.gather_shared_out(), job.times.totals())
     if ending is Ending.PREEMPTED:
         session.leave(f"step {step} of {job.plan.total_steps}", path)

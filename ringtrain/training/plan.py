@@ -101,8 +101,8 @@ def create_batches(
         dataset, explain, found = streaming_batches(
             train, cast(StreamingOrder, order), collective, **steps, **read, place=place
         )
-        place_before = found.before if found.are_kept else None
-        return CountedBatches(dataset, collective, order, **steps, explain=explain, place_before=place_before)
+        state_before = found.before if found.are_kept else None
+        return CountedBatches(dataset, collective, order, **steps, explain=explain, state_before=state_before)
 
     explain = functools.partial(explain_bad, train, order, world)
     skips = config.on_bad_sample == "skip" and is_fallible(train)

@@ -92,7 +92,7 @@ class CheckpointWriter:
             )
 
     def _explain(self, checkpoint: Checkpoint, error: OSError, *, is_best: bool) -> str:
-        stands = f"That of step {self.last_step} stands" if self.last_step else "Nothing was saved before it"
+        stands = f"The latest is that of step {self.last_step}" if self.last_step else "Nothing was saved before it"
         if is_best:
             best = find_best(self._run.checkpoints)
             is_former = best is not None and not best.name.endswith(step_name(checkpoint.step))

@@ -83,8 +83,8 @@ class RunSession:
             return
         saved = self.last_saved_step
         self.console.line(
-            f"{reason}: saving after this step, then leaving. Should the launcher end the ranks before that, "
-            + (f"the checkpoint of step {saved} stands." if saved else "there is no checkpoint yet.")
+            f"{reason}: saving after this step, then exiting. If the launcher ends the ranks before that, "
+            + (f"the run resumes from the checkpoint of step {saved}." if saved else "nothing is saved.")
         )
 
     def write_start(self, *, parameters: int, launcher: str, **more: Any) -> None:
@@ -156,7 +156,7 @@ class RunSession:
         if cause is not None:
             self.requests.clear_file()
             step = self.start.step
-            stands = f"the checkpoint of step {step} stands" if step else "there was nothing to save"
+            stands = f"the latest checkpoint is that of step {step}" if step else "there was nothing to save"
             raise PreemptedError(f"stopped by {who} before the first step; {stands}.", stopped_by=cause)
 
     def leave(self, saved: str, path: str) -> NoReturn:

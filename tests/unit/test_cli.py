@@ -209,8 +209,8 @@ def test_the_output_of_print_config_is_read_back(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("steps: 2\nsteps: 3\n", "settings.yaml holds no settings: the key 'steps' stands there twice."),
-        ("optimizer: {lr: 1, lr: 2}\n", "settings.yaml holds no settings: the key 'lr' stands there twice."),
+        ("steps: 2\nsteps: 3\n", "settings.yaml holds no settings: the key 'steps' is there twice."),
+        ("optimizer: {lr: 1, lr: 2}\n", "settings.yaml holds no settings: the key 'lr' is there twice."),
         ("config: o.yaml\n", "settings.yaml has the key config; a file of settings cannot name another one."),
         ("optimizer: o.yaml\n", "optimizer is 'o.yaml'; it must be a mapping of settings, such as {name: adam}."),
         ("# later\n", "settings.yaml is empty; it must hold settings, such as epochs: 5."),

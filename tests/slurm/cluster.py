@@ -87,6 +87,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 JobRequeue=1
 KillWait=5
+MinJobAge=3600
 SlurmdTimeout=10
 GresTypes=gpu
 NodeName=n1 NodeAddr={address} Port=17001 CPUs={cpus} RealMemory=1000000 Gres=gpu:2 Feature=fast

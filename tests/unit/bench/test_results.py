@@ -128,7 +128,7 @@ def result(**second_round: Any) -> dict[str, Any]:
 
 def test_the_table_shows_medians_and_paired_ratios() -> None:
     text = "\n".join(describe_result(result()))
-    assert "ours / theirs  2.000  2.000 to 2.000" in text
+    assert "ours / theirs  2.000  2.000-2.000  2 pairs (50 %)" in text
     assert "goal 1.500 reached" in text
     assert "all 4 runs ended well and were checked" in text
 

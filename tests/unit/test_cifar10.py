@@ -286,7 +286,7 @@ def test_a_failed_download_leaves_no_file_and_gives_a_remedy(
     tmp_path: Path, serve: Callable[..., Server], options: dict[str, Any], said: str
 ) -> None:
     server = serve(**options)
-    with pytest.raises(DataError, match=f"{said}.*put it there as {ARCHIVE_NAME}") as caught:
+    with pytest.raises(DataError, match=f"{said}.*store it there as {ARCHIVE_NAME}") as caught:
         load_cifar10(tmp_path, download=Download(url=server.url))
     assert str(tmp_path) in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == [f".{ARCHIVE_NAME}.lock"]

@@ -174,8 +174,8 @@ def _download_once(archive: Path, download: Download) -> None:
     except (OSError, http.client.HTTPException, _DownloadError) as error:
         raise file_error(
             f"CIFAR-10 is not in {archive.parent}, and could not be downloaded: {error or type(error).__name__}. Fetch "
-            f"{download.url} on a machine with a network, and store it there as {ARCHIVE_NAME}, or name it with "
-            "--data_dir."
+            f"{download.url} on a machine with a network, and store it there as {ARCHIVE_NAME}, or give its "
+            "directory by --data_dir."
         ) from error
 
 

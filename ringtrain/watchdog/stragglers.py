@@ -30,8 +30,11 @@ class Looks:
 
     def look(self) -> None:
         """Sample once, without the calling thread."""
+        try:
+            others = list_threads() - self._left_out - {threading.get_native_id()}
+        except OSError:  # no file descriptor is left
+            return
         self.times += 1
-        others = list_threads() - self._left_out - {threading.get_native_id()}
         threads = (read_process(f"self/task/{thread}") for thread in others)
         self.times_runnable += any(thread is not None and thread.state == "R" for thread in threads)
 

@@ -185,7 +185,8 @@ class Watchdog:
             self._star.send({"bye": True})
         except Exception:  # a defect of the watchdog must not end the run
             failed = f"the watchdog of rank {self._world.rank} has failed:"
-            self._warn("\n  ".join([failed, *traceback.format_exc().rstrip().split("\n")]))
+            with contextlib.suppress(Exception):
+                self._warn("\n  ".join([failed, *traceback.format_exc().rstrip().split("\n")]))
             self._outside.close()
             with contextlib.suppress(Exception):
                 self._star.send({"bye": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ringtrain.runtime.processes import list_threads
+from ringtrain.watchdog import stragglers
 from ringtrain.watchdog.stragglers import (
     LOOKS_PER_WINDOW,
     Looks,
@@ -108,6 +110,16 @@ def test_threads_that_are_busy_with_waiting_are_left_out() -> None:
     with thread_that(sum_up):
         looks.leave_out(list_threads() | former)
         assert share_of(looks) == 0
+
+
+def test_a_process_without_free_file_descriptors_is_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> set[int]:
+        raise OSError(errno.EMFILE, "Too many open files", "/proc/self/task")
+
+    looks = Looks()
+    monkeypatch.setattr(stragglers, "list_threads", fail)
+    looks.look()
+    assert (looks.times, looks.times_runnable) == (0, 0)
 
 
 def test_the_warning_names_rank_and_host() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
-# Not known to the logging module, so that no configuration of the user's code disables it or prints its lines twice.
+# Not registered, so that no logging configuration disables it or duplicates its lines.
 LOG = logging.Logger("ringtrain", logging.INFO)
 LOG.addHandler(logging.NullHandler())  # shown only within ``show_log``
 

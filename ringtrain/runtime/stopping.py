@@ -39,6 +39,7 @@ class StopRequests:
         self._limits: list[tuple[float, str]] = []  # monotonic clock, and reason
         self._lineage_at_start = Lineage()  # a launcher may exit before the ranks have joined
         self._lineage: Lineage | None = None
+        self._is_joining = False
         self._signals = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         self._leave: Callable[[str, int], None] = lambda reason, exit_code: None
         self._announce: Callable[[str], None] = lambda reason: None
@@ -100,9 +101,9 @@ class StopRequests:
         now = time.monotonic()
         self._limits = sorted((now + limit.seconds_left, limit.reason) for limit in limits)
 
-    def watch_launcher(self) -> None:
-        """Also stop if an ancestor exits."""
-        self._lineage = self._lineage_at_start
+    def watch_launcher(self, *, is_joining: bool = False) -> None:
+        """Also stop if an ancestor exits; at once while the ranks are joining, which may never end then."""
+        self._lineage, self._is_joining = self._lineage_at_start, is_joining
 
     def at_early_end(self, leave: Callable[[str, int], None]) -> None:
         """Called before an immediate exit, with reason and exit code."""
@@ -139,7 +140,10 @@ class StopRequests:
             if self._limits and time.monotonic() >= self._limits[0][0]:
                 self._note(self._limits[0][1], "time")
             if self._lineage is not None and self.reason is None and (pid := self._lineage.find_gone()) is not None:
-                self._note(f"the end of its launcher (pid {pid})", "signal")
+                gone = f"the end of its launcher (pid {pid})"
+                if self._is_joining:
+                    self._end_now(f"{gone} before the ranks have joined", EXIT_CODE)
+                self._note(gone, "signal")
 
     def _take(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self._was_interrupted:

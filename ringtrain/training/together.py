@@ -41,6 +41,8 @@ def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result |
     with StopRequests() as requests:
         requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare()
+        if world.launcher != "no launcher" and not prepared.config.detached:
+            requests.watch_launcher(is_joining=True)
         with joined(prepared, world, command="train") as (collective, watchdog):
             return train_together(prepared, collective, requests, watchdog)
 

@@ -29,6 +29,7 @@ SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, 
     "tests/faults/test_foreign_files.py": "fuzz",
     "tests/slurm/": "slurm",
 }
+FILES_OF_LONG_TESTS = ("tests/faults/test_matrix.py", "tests/world/test_other_versions.py")
 BODIES_OF_TWO = "bodies of 2 ranks in tests/"
 FIRST = ("slurm", f"{BODIES_OF_TWO}world", f"{BODIES_OF_TWO}keras", "bodies", "report", "fuzz", "native")
 
@@ -42,8 +43,7 @@ def scope_of(item: pytest.Item) -> str:
             return scope
     launch = launch_of(item)
     if launch is None:
-        has_many_long_cases = item.nodeid.startswith("tests/faults/test_matrix.py")
-        return item.nodeid if has_many_long_cases else item.nodeid.partition("::")[0]
+        return item.nodeid if item.nodeid.startswith(FILES_OF_LONG_TESTS) else item.nodeid.partition("::")[0]
     return f"{BODIES_OF_TWO}{item.nodeid.split('/')[1]}" if launch is OVER_MPI[2] else "bodies"
 
 

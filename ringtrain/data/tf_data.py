@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 TUNED_AHEAD = 2  # minimum of a self-tuning prefetch
+TUNED_MOST_AHEAD = 16  # rarely more
 TUNED, UNTUNED = b"t", b"u"  # prefix of a state: autotune thread or none
 FAILS_IF_STATEFUL = 2  # tf.data's policy: no state for pipelines with stateful operations
 
@@ -109,6 +110,22 @@ def buffered_bytes(dataset: tf.data.Dataset) -> float:
     elif length is not None:
         num_bytes = _bytes_of(inputs[0], int(length) if int(length) >= 0 else math.inf)  # below 0: everything
     return num_bytes + sum(map(buffered_bytes, inputs))
+
+
+def count_ahead(dataset: tf.data.Dataset) -> int:
+    """Return how many elements a pipeline may have read ahead."""
+    is_tuned = dataset.options().autotune.enabled is not False  # then TensorFlow adds a prefetch
+    return _count_ahead(dataset) + (TUNED_MOST_AHEAD if is_tuned else 0)
+
+
+def _count_ahead(dataset: tf.data.Dataset) -> int:
+    is_prefetch = (
+        hasattr(dataset, "_buffer_size") and hasattr(dataset, "_input_dataset") and not hasattr(dataset, "_seed")
+    )
+    names = ["_num_parallel_calls", *(["_buffer_size"] if is_prefetch else [])]
+    lengths = [int(value) for name in names if (value := getattr(dataset, name, None)) is not None]
+    mine = sum(length if length >= 0 else TUNED_MOST_AHEAD for length in lengths)
+    return mine + sum(map(_count_ahead, dataset._inputs()))
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
@@ -208,10 +225,10 @@ class _OneDataset:
         return _require_pairs(self._dataset, are_samples=True).batch(of.global_batch_size)
 
     def open_pass(self, of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
-        while self._num_passes < of.epoch:  # shuffle reorders at each iteration
+        # Each iterator draws the seeds of a shuffle. So does a restored one, once more.
+        for _ in range(self._num_passes, of.epoch - bool(state)):
             iter(self.batches_of(of))
-            self._num_passes += 1
-        self._num_passes += 1
+        self._num_passes = of.epoch + 1
         return self.current.open(lambda: self.batches_of(of), skip, state, begins_anew=False)
 
     def resume_endless(self, of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:

@@ -8,6 +8,7 @@ get their states from the iterator's creation, or the checkpoint's if nothing is
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.tf_data import buffered_bytes, read_iterator_state, set_iterator_state
+from ringtrain.data.tf_data import buffered_bytes, count_ahead, read_iterator_state, set_iterator_state
 from ringtrain.errors import DataError
 from ringtrain.keras.rank_state import Arrays, generator_states, set_generator_states
 from ringtrain.messages.log import LOG
@@ -40,6 +41,7 @@ class Batches:
         self._data: Any = None
         self._iterator: Any = None
         self._is_one_for_all = self._is_awaited = False
+        self._epoch = 0  # from 1
 
     def wait(self) -> None:
         """Expect the next iterator to be the training's; validation has its own."""
@@ -72,6 +74,9 @@ class Batches:
         dataset = getattr(self._iterator, "_dataset", None)
         if dataset is None or buffered_bytes(dataset) > MAX_STATE_BYTES:  # serializing it may use all memory
             return b""
+        # A shuffle that has read to its end saves no seeds for the next passes: see _draw_earlier_seeds.
+        if self._epoch == 1 and (num := self._data._num_batches) and num - batches <= count_ahead(dataset):
+            return b""
         data = read_iterator_state(self._iterator)
         return data if len(data) <= MAX_STATE_BYTES else b""
 
@@ -89,7 +94,10 @@ class Batches:
         self._is_one_for_all = data.steps_per_epoch is not None
         began = time.perf_counter()
         before = self._given_before(start, data)
-        if not state:
+        self._epoch += 1 + start.epochs
+        if state:
+            self._draw_earlier_seeds(start, data)
+        else:
             self._begin_earlier(start, data)
         set_generator_states(self._saved_generators)
         self._saved_generators = {}
@@ -121,6 +129,15 @@ class Batches:
         num = data._num_batches
         return max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
 
+    def _draw_earlier_seeds(self, start: Position, data: Any) -> None:
+        """Each iterator draws the seeds of a shuffle. So does a restored one, once more."""
+        num = data._num_batches
+        # Keras creates one more iterator after each epoch of known length.
+        drawn = start.all_batches // (num or sys.maxsize) if self._is_one_for_all else 2 * start.epochs - (not num)
+        for _ in range(drawn - 1):
+            iter(data._get_iterator())
+            activity.move()
+
     def _begin_earlier(self, start: Position, data: Any) -> None:
         num, adapter = data._num_batches, data.data_adapter
         if hasattr(adapter, "py_dataset"):  # indexed, prefetched by Keras' threads
@@ -134,10 +151,10 @@ class Batches:
                 next(iter(data._get_iterator()), None)
                 activity.move()
         else:
-            for _ in range(start.epochs):
+            for epoch in range(start.epochs):
                 adapter.on_epoch_begin()
                 next(iter(data._get_iterator()), None)
-                if num:
+                if num or epoch:  # known since the first
                     iter(data._get_iterator())
                 adapter.on_epoch_end()
                 activity.move()

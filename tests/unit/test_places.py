@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ringtrain.data.iterator_state import EVERY_STEPS, MAX_STATE_BYTES, NO_STATE, NUM_KEPT, IteratorStates
 from ringtrain.data.sources import Feed
-from ringtrain.data.tf_data import buffered_bytes
+from ringtrain.data.tf_data import TUNED_MOST_AHEAD, buffered_bytes, count_ahead
 
 LONG_PASS = 10 * EVERY_STEPS
 
@@ -35,6 +35,16 @@ def test_a_pass_has_a_state_at_its_start() -> None:
     for step in range(4):
         places.note(step)
     assert places.before(5) == (3, b"b")
+
+
+def test_the_first_pass_has_no_state_near_its_end() -> None:
+    """There a shuffle may have read everything; its state then lacks the seeds of the next passes."""
+    places = places_of((bytes([number]) for number in range(1, 9)), steps_per_pass=EVERY_STEPS + 1)
+    for step in range(3 * EVERY_STEPS):
+        places.note(step)
+        if step == EVERY_STEPS:
+            assert places.before(step) == (0, b"\x01")
+    assert places.before(2 * EVERY_STEPS) == (2 * EVERY_STEPS, b"\x03")
 
 
 def test_a_state_that_is_too_long_is_dropped_and_not_retried() -> None:
@@ -88,3 +98,12 @@ def test_the_buffered_bytes_of_a_pipeline_are_known_in_advance() -> None:
     assert buffered_bytes(samples.cache()) == math.inf, "its state would hold all of them"
     assert buffered_bytes(samples.cache("a file")) == 0
     assert buffered_bytes(tf.data.Dataset.from_tensors("text").shuffle(2)) == 4
+
+
+def test_the_elements_read_ahead_of_a_pipeline_are_counted() -> None:
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    samples = tf.data.Dataset.range(9).shuffle(5).map(lambda x: x, num_parallel_calls=2).prefetch(3)
+    assert count_ahead(samples.with_options(options)) == 5
+    assert count_ahead(samples) == 5 + TUNED_MOST_AHEAD
+    assert count_ahead(samples.prefetch(-1).with_options(options)) == 5 + TUNED_MOST_AHEAD

@@ -175,6 +175,8 @@ class FitSession:
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
+        if self._steps_of_epoch:  # steps_per_execution may count past it
+            batch = min(batch, self._steps_of_epoch - 1)
         self._step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
         self._log.count_time()
@@ -191,7 +193,7 @@ class FitSession:
             self._write_log(logs)
         if self._passes(former, self._config.check_replicas_every):
             self.check_replicas()
-        if self._steps_of_epoch and batch + 1 >= self._steps_of_epoch:  # what is due follows the validation
+        if self._steps_of_epoch and batch + 1 == self._steps_of_epoch:  # what is due follows the validation
             self._log.carry_over()
         elif self._is_stopped:
             self._leave()

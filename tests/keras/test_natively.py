@@ -29,11 +29,11 @@ from tests.world.group import on_ranks
 SAMPLES = 7
 
 
-def train_by(backend: str, way: str) -> keras.Model:
+def train_by(backend: str, way: str, **options: Any) -> keras.Model:
     of_keras.choose_backend(backend)
     model = make_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, clipnorm=1.0), op=hvd.Sum)
-    train(way, model, optimizer, split_batches(make_batches(SAMPLES), (5, 2)))
+    train(way, model, optimizer, split_batches(make_batches(SAMPLES), (5, 2)), **options)
     assert optimizer.exchange.sums_natively == (backend == "auto" and way == "fit")
     return model
 
@@ -43,6 +43,13 @@ def train_by(backend: str, way: str) -> keras.Model:
 def test_weights_have_the_same_bits_by_either_backend(collective: Collective, way: str) -> None:
     """Of two ranks there is one sum."""
     assert largest_difference(train_by("auto", way), train_by("horovod", way)) == 0.0
+
+
+@on_ranks(2)
+def test_many_steps_in_a_call_train_the_same_bits(collective: Collective) -> None:
+    """The last call has fewer of them."""
+    model, of_horovod = (train_by(backend, "fit", steps_per_execution=3) for backend in ("auto", "horovod"))
+    assert largest_difference(model, of_horovod) == largest_difference(model, train_by("auto", "fit")) == 0.0
 
 
 @on_ranks(3)

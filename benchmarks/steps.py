@@ -65,7 +65,8 @@ FIT_GOALS: dict[str, float | None] = {"CNN": 0.97, "WIDE": 0.85, "MANY": 0.80, "
 FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "horovod", "tf_keras", "kept", "bound")
 OTHER = "ringtrain_other"  # in another environment: --other_python
 STEP_CONTENDERS = (
-    "ringtrain", "ringtrain_again", "ringtrain_sharded", "bound", "bound_fused", "minimal", "minimal_stock",
+    "ringtrain", "ringtrain_again", "ringtrain_single", "ringtrain_sharded", "bound", "bound_meeting", "bound_looped",
+    "bound_fused", "minimal", "minimal_stock",
     "minimal_no_fusion", "minimal_autotune", "tf_distribute", "one_process", OTHER,
 )  # fmt: skip
 
@@ -173,6 +174,9 @@ def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> di
     saving = plan_training(size, [*workload_flags(model), "--checkpoint_every", str(SAVE_EVERY_STEPS)], length)
     bound = [Command(argv, settings.env) for argv in plan_ranks("unconnected.py", size, [*flags, *settings.rank_flags])]
     fused = [dataclasses.replace(each, argv=(*each.argv, "--fused")) for each in bound]
+    looped = [dataclasses.replace(each, argv=(*each.argv, "--steps_per_call", "20")) for each in bound]
+    meeting = [dataclasses.replace(each, argv=(*each.argv, "--meets")) for each in bound]
+    single = plan_training(size, [*workload_flags(model), "--steps_per_call", "1"], length)
     workers = [
         Command(argv, {"TF_CONFIG": describe_cluster(size, rank)})
         for rank, argv in enumerate(plan_ranks("tf_distribute.py", size, pinned))
@@ -188,7 +192,10 @@ def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> di
         ("ringtrain_saving", saving_text, [saving], read_training),
         ("ringtrain_saving_again", AGAIN, [saving], read_training),
         ("ringtrain_sharded", "ringtrain --shard_optimizer true", [sharded], read_training),
+        ("ringtrain_single", "ringtrain --steps_per_call 1", [single], read_training),
         ("bound", bound_text, bound, read_unconnected),
+        ("bound_meeting", "the same, waiting for each other before each step", meeting, read_unconnected),
+        ("bound_looped", "the same with 20 steps in a call", looped, read_unconnected),
         ("bound_fused", "the same with updates by one operation each", fused, read_unconnected),
         ("minimal", MINIMAL, [Command(minimal, settings.env)], read_peer),
         ("minimal_stock", MINIMAL_STOCK, [Command(launch(size, peer("horovod_minimal.py", flags)))], read_peer),

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ def parse_arguments(description: str | None, words: Sequence[str] | None = None)
     parser.add_argument("--cores", action="append", default=[], help="a rank's cores, such as 0,1; once for each rank")
     parser.add_argument("--intra_op_threads", type=int, default=0, help="0: TensorFlow's own number")
     parser.add_argument("--inter_op_threads", type=int, default=0, help="0: TensorFlow's own number")
+    parser.add_argument("--steps_per_call", type=int, default=1, help="steps of one call; divides --log_every")
+    parser.add_argument("--meets", action="store_true", help="wait for all processes before each step")
     parser.add_argument("--fused", action="store_true", help="an update by one operation for each variable")
     return parser.parse_args(words)
 
@@ -54,6 +56,20 @@ def make_batches(arguments: argparse.Namespace, rank: int, *, num_parts: int | N
         x, y = (tf.constant(values) for values in peer_models.make_samples(peer_models.MODELS[arguments.model]))
     numbers = tf.data.Dataset.from_tensor_slices(order[:, rank * local_size : (rank + 1) * local_size])
     return numbers.map(lambda n: (tf.gather(x, n), tf.gather(y, n))).prefetch(2)
+
+
+def meeting(batches: Any, arguments: argparse.Namespace) -> Iterator[Any]:
+    """Yield the batches, each once all processes have come to it: a barrier in shared memory."""
+    file = arguments.output / "steps"
+    file.touch()
+    if os.path.getsize(file) == 0:  # all write the same zeros
+        os.truncate(file, 8 * arguments.size)
+    steps = np.memmap(file, np.int64, "r+", shape=(arguments.size,))
+    for step, batch in enumerate(batches, start=1):
+        steps[arguments.rank] = step
+        while steps.min() < step:
+            os.sched_yield()
+        yield batch
 
 
 def create_step(name: str, *, fused: bool = False) -> tuple[Any, Callable[[Any, Any], Any]]:
@@ -121,8 +137,7 @@ def time_steps(
     sec_per_step = []
     loss = None
     start = time.perf_counter()
-    for step, (x, y) in enumerate(batches, start=1):
-        loss = train_step(x, y)
+    for step, loss in train_calls(train_step, batches, arguments.steps_per_call):
         if step % arguments.log_every == 0:
             value = float(loss)
             now = time.perf_counter()
@@ -131,6 +146,28 @@ def time_steps(
             if is_rank0:
                 print(f"step {step}, loss = {value:.4g} ({sec_per_step[-1]:.3f} sec/batch)", flush=True)
     return sec_per_step, loss
+
+
+def train_calls(train_step: Callable[[Any, Any], Any], batches: Any, steps_per_call: int) -> Iterator[tuple[int, Any]]:
+    """Yield the number of steps and the loss after each call."""
+    import tensorflow as tf
+
+    if steps_per_call == 1:
+        for step, (x, y) in enumerate(batches, start=1):
+            yield step, train_step(x, y)
+        return
+
+    @tf.function(jit_compile=False)
+    def train(iterator: Any) -> Any:
+        def train_one(number: Any, loss: Any) -> tuple[Any, Any]:
+            return number + 1, train_step(*next(iterator))
+
+        loop = tf.while_loop(lambda number, _: number < steps_per_call, train_one, (0, 0.0), parallel_iterations=1)
+        return loop[1]
+
+    iterator = iter(batches)
+    for step in range(steps_per_call, len(batches) + 1, steps_per_call):
+        yield step, train(iterator)
 
 
 def make_timer(arguments: argparse.Namespace, callback: type, *, is_rank0: bool) -> Any:

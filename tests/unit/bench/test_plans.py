@@ -188,7 +188,7 @@ def test_a_loop_of_models_that_have_no_goal_is_refused() -> None:
         (
             "step",
             "ringtrain,spinning",
-            "contenders names 'spinning'; step has ringtrain, ringtrain_again, ringtrain_sharded, bound",
+            "contenders names 'spinning'; step has ringtrain, ringtrain_again, ringtrain_single, ringtrain_sharded",
         ),
         ("settings", "bound", "contenders names 'bound'; settings has ringtrain, ringtrain_again, cycle_5_ms"),
         ("checkpoint", "ringtrain", "contenders is 'ringtrain'; they are chosen in step, fit and settings alone"),

@@ -18,6 +18,7 @@ from ringtrain.messages.rules import (
     at_least,
     at_most,
     check_types,
+    count_or_auto,
     did_you_mean,
     merge_options,
     one_of,
@@ -228,6 +229,10 @@ class Config:
     shard_optimizer: bool = False
     """whether each rank updates a part of the weights, and keeps the optimizer's slots of that part alone (ZeRO 1)"""
 
+    steps_per_call: str = "auto"
+    """most steps of one TensorFlow call; auto: as many as take 100 ms, at most 32, if the compilation of the call saves
+    more time than it takes"""
+
     accumulate: int = 1
     """micro-batches per step, to train a batch that does not fit into memory"""
 
@@ -267,7 +272,11 @@ class Config:
     """synthetic data of the same shape, for measuring"""
 
     def __post_init__(self) -> None:
+        steps: Any = self.steps_per_call
+        if type(steps) is int:  # in YAML
+            object.__setattr__(self, "steps_per_call", str(steps))
         check_types(self)
+        count_or_auto("steps_per_call", self.steps_per_call, MAX_SIZE)
         for names, least, most in (
             (("epochs", "steps"), 1, MAX_STEPS),
             (("batch_size", "global_batch_size", "accumulate", "log_every", "keep"), 1, MAX_SIZE),

@@ -57,7 +57,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "optimizer.clip_global_norm", "optimizer.ema",
     ),
     "computing and communication": (
-        "precision", "accumulate", "jit_compile", "compression", "shard_optimizer", "backend", "deterministic",
+        "precision", "accumulate", "jit_compile", "compression", "shard_optimizer", "backend", "steps_per_call",
+        "deterministic",
     ),
     "guards": ("on_nonfinite", "check_replicas_every", "hang_timeout", "exit_timeout", "detached"),
 }  # fmt: skip

@@ -6,6 +6,7 @@ ranks then send their counts for the next step in the control vector.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,35 +27,41 @@ BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_samp
 FindBad = Callable[[np.ndarray], list[BadSample]]
 
 
-class Batches:
+class Batches(abc.ABC):
     """Batches with counts known in advance."""
 
     is_counted = False  # note must be called before the next batch
     next_local_count = 0  # this rank's samples of the next step
+    call_signature: tuple[Any, ...]  # of ``arguments``, for a call that trains many steps
 
-    def __init__(
-        self,
-        dataset: tf.data.Dataset,
-        *,
-        first_step: int,
-        end_step: int,
-        explain: Callable[[Exception, int], Exception],
-    ) -> None:
-        """``explain`` converts a pipeline error; the step is from 0."""
-        self.element_spec = dataset.element_spec
-        self._dataset, self._first_step, self._end_step = dataset, first_step, end_step
-        self._explain = explain
+    def __init__(self, element_spec: Any, *, first_step: int, end_step: int) -> None:
+        self.element_spec = element_spec
+        self._first_step, self._end_step, self._next_step = first_step, end_step, first_step
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027
         """Read ahead for the first step. Collective."""
 
+    @abc.abstractmethod
     def __iter__(self) -> Iterator[Batch]:
         """One batch per step. Collective."""
-        remaining = iter(self._dataset)
-        for step in range(self._first_step, self._end_step):
-            yield self._next_of(remaining, step)
 
-    def note(self, next_global_count: int) -> None:
+    @abc.abstractmethod
+    def arguments(self, step: int, num_steps: int) -> tuple[Any, ...]:
+        """Return arguments of ``read`` for the steps from ``step`` on, from 0; their batches have the usual size."""
+
+    @abc.abstractmethod
+    def read(self, arguments: tuple[Any, ...], number: tf.Tensor) -> Batch:
+        """Read the batch of one of these steps, by its number from 0, in a graph."""
+
+    def explain(self, error: Exception, step: int) -> Exception:
+        """Convert an error of ``read``; ``step`` is from 0."""
+        return error
+
+    def skip(self, num_steps: int) -> None:
+        """Continue after steps that ``read`` has read."""
+        self._next_step += num_steps
+
+    def note(self, next_global_count: int) -> None:  # noqa: B027
         """Set the sum of all ranks' ``next_local_count``."""
 
     def state_before(self, step: int) -> tuple[int, bytes] | None:
@@ -65,14 +72,45 @@ class Batches:
         """``step`` is from 1, the latest; the same on every rank."""
         return step == self._end_step
 
-    def _next_of(self, remaining: Iterator[Batch], step: int) -> Batch:
+
+class PipelineBatches(Batches):
+    """Batches of a tf.data pipeline."""
+
+    def __init__(
+        self, dataset: tf.data.Dataset, *, explain: Callable[[Exception, int], Exception], **steps: int
+    ) -> None:
+        """``explain`` converts a pipeline error; the step is from 0."""
+        super().__init__(dataset.element_spec, **steps)
+        self.call_signature = (tf.data.IteratorSpec(dataset.element_spec),)
+        self._dataset, self._explain = dataset, explain
+        self._remaining: Iterator[Batch] = iter(())
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._remaining, self._next_step = iter(self._dataset), self._first_step
         try:
-            return next(remaining)
+            while self._next_step < self._end_step:
+                step, self._next_step = self._next_step, self._next_step + 1
+                yield self._next_of(step)
+        finally:
+            self._remaining = iter(())  # its threads end
+
+    def arguments(self, step: int, num_steps: int) -> tuple[Any, ...]:
+        return (self._remaining,)
+
+    def read(self, arguments: tuple[Any, ...], number: tf.Tensor) -> Batch:
+        return next(arguments[0])
+
+    def explain(self, error: Exception, step: int) -> Exception:
+        return self._explain(error, step)
+
+    def _next_of(self, step: int) -> Batch:
+        try:
+            return next(self._remaining)
         except tf.errors.OpError as error:
-            raise self._explain(error, step) from error
+            raise self.explain(error, step) from error
 
 
-class CountedBatches(Batches):
+class CountedBatches(PipelineBatches):
     """Batches with counts known one step ahead."""
 
     is_counted = True
@@ -93,8 +131,7 @@ class CountedBatches(Batches):
         self._collective, self._order = collective, order
         self._find_bad = find_bad
         self._upcoming: Batch | None = None
-        self._next_step, self._global_count = self._first_step, 0
-        self._remaining: Iterator[Batch] = iter(())
+        self._global_count = 0
 
     def begin(self) -> None:
         self._remaining = iter(self._dataset)
@@ -151,7 +188,7 @@ class CountedBatches(Batches):
     def _look_ahead(self, step: int) -> None:
         if self._upcoming is None and step < self._end_step:
             with contextlib.suppress(StopIteration):
-                self._upcoming = self._next_of(self._remaining, step)
+                self._upcoming = self._next_of(step)
         upcoming = self._upcoming
         is_there = upcoming is not None and int(upcoming.step) == step
         self.next_local_count = int(upcoming.indices.shape[0]) if upcoming is not None and is_there else 0

@@ -67,6 +67,11 @@ def range_of_steps(name: str, value: str) -> None:
         raise UsageError(f"{name} is {value!r}; it must be START:STOP, two steps from 1 on, such as 100:110.")
 
 
+def count_or_auto(name: str, value: str, most: int) -> None:
+    if value != "auto" and not (re.fullmatch(r"[1-9]\d{0,9}", value, re.ASCII) and int(value) <= most):
+        raise UsageError(f"{name} is {shorten(value)}; it must be auto or a whole number from 1 to {most:,}.")
+
+
 def merge_options(explicit: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(declared)
     for name, value in explicit.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -67,6 +68,8 @@ _note = Note(Phase.JOIN, takes_long=True)
 _moves = itertools.count(1)
 _last_move = 0
 _tell_at_once: Callable[[], None] | None = None
+_find_phase: Callable[[], tuple[Phase, int]] | None = None
+_phase_lock = threading.Lock()
 
 
 def set_phase(doing: Phase, step: int = 0, *, takes_long: bool = False) -> None:
@@ -91,7 +94,26 @@ def move() -> None:
 
 def current() -> tuple[Note, int]:
     """Return identical objects while there was no progress."""
+    global _note
+    with _phase_lock:
+        if _find_phase is not None and (now := _find_phase()) != (_note.doing, _note.step):
+            _note = Note(*now, takes_long=_note.takes_long and now[1] == _note.step)
     return _note, _last_move
+
+
+@contextlib.contextmanager
+def phase_from(find_phase: Callable[[], tuple[Phase, int]]) -> Iterator[None]:
+    """Ask for the phase during a call that trains many steps; any thread asks."""
+    global _find_phase
+    _find_phase = find_phase
+    try:
+        yield
+    finally:
+        try:
+            current()  # the phase in which the call failed, if it did
+        finally:
+            with _phase_lock:
+                _find_phase = None
 
 
 @contextlib.contextmanager

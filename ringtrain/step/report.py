@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 # Sums over all samples, followed by the metrics'. Regularization is weighted by samples: its mean is its value.
@@ -33,8 +35,11 @@ class StepReport:
     local_data_loss: float  # sum over this rank's samples
 
 
-def read_report(returned: tf.Tensor, metric_names: Sequence[str]) -> StepReport:
-    values = returned.numpy()
+Returned: TypeAlias = "tf.Tensor | npt.NDArray[Any]"  # control vector and facts of a step
+
+
+def read_report(returned: Returned, metric_names: Sequence[str]) -> StepReport:
+    values = np.asarray(returned)
     num_sums = len(values) - len(STEP_FACTS)
     sums, facts = values[:num_sums], dict(zip(STEP_FACTS, values[num_sums:], strict=True))
     samples = int(sums[0])
@@ -52,13 +57,17 @@ def read_report(returned: tf.Tensor, metric_names: Sequence[str]) -> StepReport:
     )
 
 
-def read_value(returned: tf.Tensor, name: str) -> float:
-    at = CONTROL_SUMS.index(name) if name in CONTROL_SUMS else STEP_FACTS.index(name) - len(STEP_FACTS)
-    return float(returned.numpy()[at])
+def index_of(name: str) -> int:
+    """Index of a number in what a step returns."""
+    return CONTROL_SUMS.index(name) if name in CONTROL_SUMS else STEP_FACTS.index(name) - len(STEP_FACTS)
 
 
-def read_loss(returned: tf.Tensor) -> float:
-    samples, data_loss, regularization, *_ = returned.numpy()
+def read_value(returned: Returned, name: str) -> float:
+    return float(np.asarray(returned)[index_of(name)])
+
+
+def read_loss(returned: Returned) -> float:
+    samples, data_loss, regularization, *_ = np.asarray(returned)
     return float((data_loss + regularization) / samples)
 
 

@@ -43,6 +43,11 @@ class StepTimes:
         yield
         self._steps += time.perf_counter() - begin
 
+    def note_input(self, seconds: float) -> None:
+        """Wait for batches within a call that trains many steps."""
+        self._input += seconds
+        self._steps -= seconds
+
     def note_communication(self, seconds: float) -> None:
         """``seconds``: from this rank's last gradient to the last sum."""
         self._communication += seconds

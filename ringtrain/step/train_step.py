@@ -26,7 +26,15 @@ from ringtrain.step.averages import WeightAverages
 from ringtrain.step.compiled import MAX_NAMED
 from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure
 from ringtrain.step.loss_scale import LossScale
-from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS, STEP_FACTS, StepReport, read_report, read_value
+from ringtrain.step.report import (
+    CONTROL_SUMS,
+    NUM_EXTRA_SCALARS,
+    STEP_FACTS,
+    Returned,
+    StepReport,
+    read_report,
+    read_value,
+)
 from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.step.state import from_sums, require_equal_state, to_summands
 from ringtrain.workloads.base import Workload
@@ -71,9 +79,9 @@ class TrainStep:
         else:
             optimizer.build(model.trainable_variables)
         # A static size spares gradients the check for broadcasts.
-        usual_spec = batch_spec if local_batch_size is None else fix_batch_size(batch_spec, local_batch_size)
+        self.usual_spec = batch_spec if local_batch_size is None else fix_batch_size(batch_spec, local_batch_size)
         self.not_compiled = ""
-        self._trace_usual(workload, config, usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
+        self._trace_usual(workload, config, self.usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
         self.compiled = self._local_gradients.compiled
         self.labels = self.compiled.labels if self.compiled else find_labels(self._train, batch_spec)
         self._train_any = tf.function(
@@ -126,6 +134,15 @@ class TrainStep:
     def metric_names(self) -> tuple[str, ...]:
         """In the order of their sums."""
         return self._structure.metric_names
+
+    @property
+    def train(self) -> Any:
+        """The traced step of a batch of ``usual_spec``: (batch, learning rate, extra scalars) -> what it returns."""
+        return self._train
+
+    @property
+    def returned_spec(self) -> tf.TensorSpec:
+        return self._train.structured_outputs
 
     @property
     def local_gradients(self) -> LocalGradients:
@@ -210,11 +227,11 @@ class TrainStep:
             v.path for v, is_finite in zip(self.model.trainable_variables, are_finite, strict=True) if not is_finite
         ]
 
-    def require_equal_state(self, returned: tf.Tensor, step: int) -> None:
+    def require_equal_state(self, returned: Returned, step: int) -> None:
         """Raise UsageError on all ranks."""
         require_equal_state(int(read_value(returned, "divergent_state")), self.state, step)
 
-    def read(self, returned: tf.Tensor) -> StepReport:
+    def read(self, returned: Returned) -> StepReport:
         return read_report(returned, self.metric_names)
 
     def _train_samples(

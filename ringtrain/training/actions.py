@@ -69,6 +69,8 @@ class Log(Action):
         return step % self._job.config.log_every == 0 or is_last
 
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
+        if not self._job.collective.world.is_rank0:
+            return
         activity.set_phase(Phase.LOG, step)
         num_steps, seconds, samples_seen = step - self._since_step, self._job.times.lap(), self._samples_seen(step)
         sec_per_step, examples_per_sec = seconds / num_steps, (samples_seen - self._since_samples) / seconds

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, run_on_rank0
-from ringtrain.data.batches import Batches, explain_bad, name_bad
+from ringtrain.data.batches import Batches, PipelineBatches, explain_bad, name_bad
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
 from ringtrain.data.sources import BadSample, Source, is_fallible
@@ -102,7 +102,7 @@ def evaluation_batches(
     steps: dict[str, Any] = {"first_step": 0, "end_step": order.steps_per_epoch}
     skips_bad = skips_bad and is_fallible(source)
     dataset = local_batches(source, order, world, **steps, num_threads=num_threads, skips_bad=skips_bad)
-    return Batches(dataset, **steps, explain=functools.partial(explain_bad, source, order, world))
+    return PipelineBatches(dataset, **steps, explain=functools.partial(explain_bad, source, order, world))
 
 
 class EvalStep:

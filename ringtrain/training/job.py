@@ -20,6 +20,7 @@ from ringtrain.guard.preflight import describe_training, require_same_code, requ
 from ringtrain.run.resume import Start
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
+from ringtrain.step.many_steps import ManySteps
 from ringtrain.step.times import StepTimes
 from ringtrain.step.train_step import TrainStep
 from ringtrain.training.creation import (
@@ -50,6 +51,7 @@ class Job:
     evaluation_batches: Batches | None
     eval_step: EvalStep | None
     labels_to_check: Sequence[Labels]  # of the first batches, unless checked in memory
+    many_steps: ManySteps
     times: StepTimes
     contents: Contents
 
@@ -136,6 +138,7 @@ def create_job(
         evaluation_batches=evaluated,
         eval_step=eval_step,
         labels_to_check=() if are_labels_unmodified(workload, sources.train) else step.labels,
+        many_steps=ManySteps(step, batches, has_clock=not config.deterministic),
         times=StepTimes(times_communication=step.times_communication),
         contents=contents,
     )

@@ -21,7 +21,7 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.run.directory import find_events
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
-from ringtrain.step.report import read_loss, read_value
+from ringtrain.step.report import Returned, read_loss, read_value
 from ringtrain.training.actions import (
     Action,
     CheckReplicas,
@@ -32,6 +32,7 @@ from ringtrain.training.actions import (
     Save,
     record_iterator_states,
 )
+from ringtrain.training.calls import Calls
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.joining import Prepared
@@ -70,8 +71,7 @@ def train(prepared: Prepared, session: RunSession) -> Result:
     session.begin(global_batch_size=job.plan.order.global_batch_size, samples=job.plan.order.num_samples)
     console.start_progress(job.plan.total_steps, job.plan.first_step, lambda: session.last_saved_step)
     # The check precedes everything that saves; the checkpoint is last, as it contains the others' results.
-    log = [Log(job, session)] if session.collective.world.is_rank0 else []
-    actions = [profile, *log, check, evaluate, Save(job, session)]
+    actions = [profile, Log(job, session), check, evaluate, Save(job, session)]
     try:
         profile.begin()
         with explaining_lost_ranks():  # before cleanup changes this rank's phase
@@ -153,34 +153,36 @@ def warn_of_other_data(job: Job, data: Mapping[str, str], session: RunSession) -
 def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple[int, Ending]:
     """Train all steps, with the actions that are due.
 
-    On a GPU the host reads step k while the device computes step k+1. On cores, or if step k determines the samples of
-    step k+1, the host reads it at once.
+    On a GPU the host reads a single step k while the device computes step k+1. On cores, or if step k determines the
+    samples of step k+1, the host reads it at once.
     """
-    guard, batches, times = NonfiniteGuard(job, session), job.batches, job.times
+    guard, calls, batches = NonfiniteGuard(job, session), Calls(job, actions), job.batches
     steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.plan.first_step
     activity.set_phase(Phase.DATA, step + 1, takes_long=True)
     batches.begin()
     ending = catch_up(job, session, actions)
-    for step, batch in enumerate(times.waiting_for(batches if ending is None else ()), start=job.plan.first_step + 1):
-        is_prepared = step > job.plan.first_step + 1 and job.step.is_traced_for(batch)
-        activity.set_phase(Phase.STEP, step, takes_long=not is_prepared)
-        learning_rate = job.plan.learning_rate(job.plan.order.samples_before(step - 1))
-        for labels in job.labels_to_check if step <= job.plan.first_step + CHECKED_STEPS else ():
-            labels.check(batch.y, batch.indices, of="training")
-        with times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
-            is_stop_wanted, next_count = session.requests.is_pending, batches.next_local_count
-            returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=next_count)
-        if batches.is_counted:
-            batches.note(int(read_value(returned, "next_samples")))
-        is_last = batches.is_last(step)
-        in_flight.append(Trained(step, batch, returned, is_last))
-        pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
-        while len(in_flight) > (0 if pauses or ending else steps_ahead):
+    singles = job.times.waiting_for(batches)
+
+    def settle_all_but(num_steps: int) -> None:
+        nonlocal ending
+        while len(in_flight) > (0 if ending else num_steps):
             ending = settle(job, session, actions, guard, in_flight.popleft(), ending) or ending
-        if ending is not None:
-            break
+
+    while ending is None and not batches.is_last(step):
+        num_steps = calls.num_steps_after(step)
+        if num_steps == 1:
+            in_flight.append(train_step(job, session, step + 1, next(singles)))
+            step, is_last = step + 1, in_flight[-1].is_last
+            pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
+            settle_all_but(0 if pauses else steps_ahead)
+        else:
+            settle_all_but(0)
+            if ending is None:
+                in_flight.extend(train_many_steps(job, session, step, num_steps))
+                step = in_flight[-1].step
+                settle_all_but(0)
         activity.set_phase(Phase.DATA, step + 1)
     return step, ending or Ending.COMPLETED
 
@@ -188,8 +190,47 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
 class Trained(NamedTuple):
     step: int
     batch: Batch
-    returned: tf.Tensor
+    returned: Returned
     is_last: bool
+
+
+def train_step(job: Job, session: RunSession, step: int, batch: Batch) -> Trained:
+    batches, first_step = job.batches, job.plan.first_step
+    is_prepared = step > first_step + 1 and job.step.is_traced_for(batch)
+    activity.set_phase(Phase.STEP, step, takes_long=not is_prepared)
+    for labels in job.labels_to_check if step <= first_step + CHECKED_STEPS else ():
+        labels.check(batch.y, batch.indices, of="training")
+    with job.times.computing(), tf.profiler.experimental.Trace("train", step_num=step, _r=1):
+        is_stop_wanted, next_count = session.requests.is_pending, batches.next_local_count
+        learning_rate = job.plan.learning_rate_of(step)
+        returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=next_count)
+    if batches.is_counted:
+        batches.note(int(read_value(returned, "next_samples")))
+    return Trained(step, batch, returned, batches.is_last(step))
+
+
+def train_many_steps(job: Job, session: RunSession, step: int, num_steps: int) -> list[Trained]:
+    """Train up to ``num_steps`` after ``step`` in one call."""
+    batches, many = job.batches, job.many_steps
+    is_first = not many.is_traced
+    if is_first:
+        activity.set_phase(Phase.COMPILE, step + 1, takes_long=True)
+        many.trace()
+    many.begin(step)
+    activity.set_phase(Phase.DATA, step + 1, takes_long=is_first)
+    learning_rates = [job.plan.learning_rate_of(step + number) for number in range(1, num_steps + 1)]
+    with job.times.computing(), activity.phase_from(many.find_phase):
+        try:
+            rows, input_sec, batch = many(step, learning_rates, is_stop_wanted=session.requests.is_pending)
+        except tf.errors.OpError as error:
+            phase, failed = many.find_phase()
+            if phase is Phase.DATA:
+                raise batches.explain(error, failed - 1) from error
+            raise
+    job.times.note_input(input_sec)
+    batches.skip(len(rows))
+    steps = range(step + 1, step + 1 + len(rows))
+    return [Trained(of, batch, row, batches.is_last(of)) for of, row in zip(steps, rows, strict=True)]
 
 
 def catch_up(job: Job, session: RunSession, actions: Sequence[Action]) -> Ending | None:

@@ -19,7 +19,7 @@ from ringtrain.errors import DivergedError
 from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import make_directory
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
-from ringtrain.step.report import StepReport, read_value
+from ringtrain.step.report import Returned, StepReport, read_value
 from ringtrain.training.job import Job
 from ringtrain.training.session import RunSession
 from ringtrain.workloads.values import per_sample
@@ -52,7 +52,7 @@ class NonfiniteGuard:
     def __init__(self, job: Job, session: RunSession) -> None:
         self._job, self._session, self._num_kept = job, session, 0
 
-    def check(self, step: int, batch: Batch, returned: tf.Tensor) -> None:
+    def check(self, step: int, batch: Batch, returned: Returned) -> None:
         """Raise DivergedError if the run must stop, UsageError for model state with different integers on the ranks."""
         if read_value(returned, "is_finite"):
             self._session.progress.skipped_in_a_row = 0

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import tensorflow as tf
+
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
-from ringtrain.data.batches import Batches, CountedBatches, explain_bad
+from ringtrain.data.array_batches import ArrayBatches
+from ringtrain.data.batches import Batches, CountedBatches, PipelineBatches, explain_bad
 from ringtrain.data.iterator_state import NO_STATE
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Augment, local_batches
-from ringtrain.data.sources import FallibleSource, Feed, Source, is_fallible
+from ringtrain.data.sources import ArraySource, FallibleSource, Feed, Source, is_fallible
 from ringtrain.data.streaming import streaming_batches
 from ringtrain.errors import UsageError
 from ringtrain.step.schedule import LearningRate
@@ -37,6 +40,10 @@ class Plan:
     first_step: int
     total_steps: int
 
+    def learning_rate_of(self, step: int) -> float:
+        """``step`` is from 1."""
+        return self.learning_rate(self.order.samples_before(step - 1))
+
 
 def plan_steps(
     workload: Workload, config: Config, train: Source | Feed, global_batch_size: int, *, first_step: int = 0
@@ -47,6 +54,11 @@ def plan_steps(
         raise UsageError(
             f"{config.epochs or DEFAULT_EPOCHS} epochs of {order.steps_per_epoch} steps are {total_steps:,} steps; "
             f"there may be at most {MAX_STEPS:,}. Give fewer --epochs, or --steps."
+        )
+    if config.steps_per_call != "auto" and int(config.steps_per_call) > order.steps_per_epoch:
+        raise UsageError(
+            f"steps_per_call is {config.steps_per_call}; it must be auto, or from 1 to {order.steps_per_epoch}, the "
+            "steps of an epoch."
         )
     defaults = workload.defaults
     own_batch_size = defaults.get("global_batch_size") or defaults.get("batch_size", DEFAULT_BATCH_SIZE)
@@ -104,12 +116,16 @@ def create_batches(
         state_before = found.before if found.are_kept else None
         return CountedBatches(dataset, collective, order, **steps, explain=explain, state_before=state_before)
 
+    if type(train) is ArraySource and read["augment"] is None and not tf.config.get_visible_devices("GPU"):
+        # To read ahead would take the cores that compute.
+        of_arrays = functools.partial(ArrayBatches, train, order, world, **steps)
+        return raise_on_all_ranks(collective, of_arrays, name="batches")
     explain = functools.partial(explain_bad, train, order, world)
     skips = config.on_bad_sample == "skip" and is_fallible(train)
     trace = functools.partial(local_batches, train, order, world, **steps, **read, skips_bad=skips)
     dataset = raise_on_all_ranks(collective, trace, name="batches")
     if not skips:
-        return Batches(dataset, **steps, explain=explain)
+        return PipelineBatches(dataset, **steps, explain=explain)
     find_bad = cast(FallibleSource, train).find_bad
     return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=find_bad)
 

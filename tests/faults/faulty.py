@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,8 @@ from ringtrain.data.sources import ArraySource
 from ringtrain.files import atomic
 from ringtrain.run.store import step_name
 from ringtrain.runtime import activity
+from ringtrain.step.many_steps import ManySteps
+from ringtrain.training import calls
 from ringtrain.workloads.base import Sources
 from tests.world.workloads.lasting import Lasting, hang, my_rank
 
@@ -109,6 +112,16 @@ def flush(descriptor: int) -> None:
         act(np.zeros(1))
     os.fsync(descriptor)
 
+
+def trace_many(steps: ManySteps) -> None:
+    Path(f"{here}-many").touch()
+    right_trace(steps)
+
+
+if "--steps_per_call" in sys.argv:
+    calls.CHECKED_STEPS = 1  # type: ignore[attr-defined]  # labels are looked at in single steps
+    right_trace = ManySteps.trace
+    ManySteps.trace = trace_many  # type: ignore[method-assign,assignment]
 
 if is_mine and moment in ("save", "end"):
     atomic.flush = flush

@@ -30,12 +30,15 @@ SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, 
     "tests/slurm/": "slurm",
 }
 FILES_OF_LONG_TESTS = ("tests/faults/test_matrix.py", "tests/world/test_other_versions.py")
+ALONE = "alone"
 BODIES_OF_TWO = "bodies of 2 ranks in tests/"
 FIRST = ("slurm", f"{BODIES_OF_TWO}world", f"{BODIES_OF_TWO}keras", "bodies", "report", "fuzz", "native")
 
 
 def scope_of(item: pytest.Item) -> str:
     """Name of the group of tests that one worker must run; empty if the test can run on any worker."""
+    if item.get_closest_marker("alone"):
+        return ALONE
     if item.nodeid.startswith(INDEPENDENT_TESTS):
         return ""
     for start, scope in SCOPE_BY_PATH.items():
@@ -60,7 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _position_of(item: pytest.Item) -> int:
+    """Tests that no other may run beside come last, when no long one is under way."""
     scope = scope_of(item)
+    if scope == ALONE:
+        return len(FIRST) + 2
     if not scope:
         return len(FIRST) + 1
     return FIRST.index(scope) if scope in FIRST else len(FIRST)

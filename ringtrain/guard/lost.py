@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from ringtrain.errors import LOST_RANK_SIGN, RingtrainError
 from ringtrain.runtime import activity
 
-# Horovod 0.28's error once its background thread has ended (common.h: SHUT_DOWN_ERROR).
-SIGNS = ("Horovod has been shut down", LOST_RANK_SIGN)
+# Horovod 0.28's error once its background thread has ended (common.h: SHUT_DOWN_ERROR), and Gloo's file before that.
+SIGNS = ("Horovod has been shut down", "gloo/transport/tcp/pair.cc", LOST_RANK_SIGN)
 NAMED_SECONDS = 1.5  # the watchdog checks each second
 
 

@@ -11,8 +11,10 @@ from ringtrain.errors import LOST_RANK_SIGN, DataError
 from ringtrain.guard import lost
 from ringtrain.guard.lost import LostRanksError, explaining_lost_ranks, note_lost
 
+OF_GLOO = "[third_party/compatible17_gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:8111"
 
-@pytest.mark.parametrize("sign", ["Horovod has been shut down", f"{LOST_RANK_SIGN}: rank 1"])
+
+@pytest.mark.parametrize("sign", ["Horovod has been shut down", OF_GLOO, f"{LOST_RANK_SIGN}: rank 1"])
 def test_a_reduction_failed_by_a_lost_rank_reports_the_loss(sign: str) -> None:
     """Also where the error has passed through a compiled step, in which it loses its type."""
 

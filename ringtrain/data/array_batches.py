@@ -33,13 +33,17 @@ class ArrayBatches(Batches):
 
     def __iter__(self) -> Iterator[Batch]:
         self._next_step = self._first_step
+        planned: Iterator[LocalBatch] = iter(())  # many steps at a time
         while self._next_step < self._end_step:
-            [local] = self._plan(self._next_step, 1)
+            local = next(planned, None)
+            if local is None or local.step != self._next_step:
+                planned = self._plan(self._next_step, self._end_step)
+                local = next(planned)
             self._next_step += 1
             yield self._read(*map(to_int64, (local.indices, local.step, local.global_count)))
 
     def arguments(self, step: int, num_steps: int) -> tuple[tf.Tensor, ...]:
-        planned = self._plan(step, num_steps)
+        planned = list(self._plan(step, step + num_steps))
         indices = np.stack([local.indices for local in planned])
         return tuple(map(to_int64, (indices, step, planned[0].global_count)))
 
@@ -50,9 +54,8 @@ class ArrayBatches(Batches):
     def _gather(self, indices: tf.Tensor, step: tf.Tensor, global_count: tf.Tensor) -> Batch:
         return Batch(*self._source.gather(indices), indices, step, global_count)
 
-    def _plan(self, step: int, num_steps: int) -> list[LocalBatch]:
-        world = self._world
-        return list(self._order.local_batches(step, step + num_steps, rank=world.rank, size=world.size))
+    def _plan(self, first_step: int, end_step: int) -> Iterator[LocalBatch]:
+        return self._order.local_batches(first_step, end_step, rank=self._world.rank, size=self._world.size)
 
 
 def to_int64(value: Any) -> tf.Tensor:

@@ -164,7 +164,7 @@ COLUMNS = {
 FIT_COLUMNS = {"unconnected `fit`s": "bound", "`fit` by Horovod": "horovod", "Keras 2 on Horovod": "tf_keras"}
 
 
-SHORT_COLUMNS = {"no communication (upper bound)": "bound", "stock Horovod": "minimal_stock"}
+SHORT_COLUMNS = {"no communication": "bound", "stock Horovod": "minimal_stock"}
 
 
 @pytest.mark.parametrize(("page", "columns"), [(README, SHORT_COLUMNS), (SPEED, COLUMNS)], ids=["README", "speed"])

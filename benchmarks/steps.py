@@ -37,7 +37,7 @@ UNCONNECTED_FITS = "fit in plain processes, pinned as ringtrain's are, without c
 LENGTHS = {
     "CNN": Length(steps=300, log_every=100),
     "WIDE": Length(steps=150, log_every=50),
-    "MANY": Length(steps=1500, log_every=100),
+    "MANY": Length(steps=400, log_every=100),
     "TINY": Length(steps=2000, log_every=100),
     "WIDE_ADAM": Length(steps=150, log_every=50),
     "MANY_ADAM": Length(steps=400, log_every=100),

@@ -158,7 +158,6 @@ def test_the_speed_page_quotes_the_results_of_the_guards(experiment: str, senten
 COLUMNS = {
     "unconnected processes": "bound",
     "tf.distribute": "tf_distribute",
-    "Horovod, our settings": "minimal",
     "stock Horovod": "minimal_stock",
 }
 FIT_COLUMNS = {"unconnected `fit`s": "bound", "`fit` by Horovod": "horovod", "Keras 2 on Horovod": "tf_keras"}

@@ -144,7 +144,7 @@ def test_they_train_the_same_bits_as_single_steps(
 ) -> None:
     over, in_groups = settings.pop("over", None), settings.pop("in_groups", None)
     optimizer = OptimizerConfig(**settings.pop("optimizer", {}))
-    its = horovod_of(collective) if over else collective
+    its = horovod_of(collective) if over and collective.world.size > 1 else collective
     single, many = (
         train(its, workload, count, in_groups=in_groups, optimizer=optimizer, **settings) for count in (1, 4)
     )

@@ -66,8 +66,7 @@ FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "horovod", "tf_keras", "kept",
 OTHER = "ringtrain_other"  # in another environment: --other_python
 STEP_CONTENDERS = (
     "ringtrain", "ringtrain_again", "ringtrain_single", "ringtrain_sharded", "bound", "bound_meeting", "bound_looped",
-    "bound_fused", "minimal", "minimal_stock",
-    "minimal_no_fusion", "minimal_autotune", "tf_distribute", "one_process", OTHER,
+    "bound_fused", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune", "tf_distribute", "one_process", OTHER,
 )  # fmt: skip
 
 
@@ -194,9 +193,9 @@ def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> di
         ("ringtrain_sharded", "ringtrain --shard_optimizer true", [sharded], read_training),
         ("ringtrain_single", "ringtrain --steps_per_call 1", [single], read_training),
         ("bound", bound_text, bound, read_unconnected),
-        ("bound_meeting", "the same, waiting for each other before each step", meeting, read_unconnected),
-        ("bound_looped", "the same with 20 steps in a call", looped, read_unconnected),
-        ("bound_fused", "the same with updates by one operation each", fused, read_unconnected),
+        ("bound_meeting", "bound with a barrier before each step", meeting, read_unconnected),
+        ("bound_looped", "bound with 20 steps in a call", looped, read_unconnected),
+        ("bound_fused", "bound with updates by one operation each", fused, read_unconnected),
         ("minimal", MINIMAL, [Command(minimal, settings.env)], read_peer),
         ("minimal_stock", MINIMAL_STOCK, [Command(launch(size, peer("horovod_minimal.py", flags)))], read_peer),
         ("minimal_no_fusion", "minimal, with Horovod's fusion off", [Command(minimal, no_fusion)], read_peer),

@@ -9,7 +9,7 @@ from ringtrain.messages.defects import describe_defect
 
 MAX_STATE_BYTES = 4 * 2**20  # of all ranks; large shuffle buffers are refilled instead
 EVERY_STEPS = 50
-NEAR_END_STEPS = 16  # that a pipeline may read ahead
+MOST_READ_AHEAD = 16  # by a pipeline that tunes itself; rarely more
 NUM_KEPT = 3  # pipelines run a few batches ahead of training
 IteratorState = tuple[int, bytes]  # step, and the pipeline's state before it
 NO_STATE: IteratorState = (0, b"")
@@ -38,7 +38,7 @@ class IteratorStates:
     def note(self, step: int) -> None:
         """Save the state if due, before a step's batch is read."""
         # A shuffle that has read to its end, ahead of the steps, saves no seeds for the next passes (see _OneDataset).
-        is_near_first_end = 0 <= self._steps_per_pass - step <= NEAR_END_STEPS
+        is_near_first_end = 0 <= self._steps_per_pass - step <= MOST_READ_AHEAD
         is_due = step % self._steps_per_pass == 0 or (step % EVERY_STEPS == 0 and not is_near_first_end)
         if self._read_state is None or self._is_off or not is_due:
             return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.iterator_state import MAX_STATE_BYTES, warn_of_state
+from ringtrain.data.iterator_state import MAX_STATE_BYTES, MOST_READ_AHEAD, warn_of_state
 from ringtrain.data.sources import Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 TUNED_AHEAD = 2  # minimum of a self-tuning prefetch
-TUNED_MOST_AHEAD = 16  # rarely more
 TUNED, UNTUNED = b"t", b"u"  # prefix of a state: autotune thread or none
 FAILS_IF_STATEFUL = 2  # tf.data's policy: no state for pipelines with stateful operations
 
@@ -103,8 +102,8 @@ def buffered_bytes(dataset: tf.data.Dataset) -> float:
     operations = dataset._map_func.function.graph.get_operations() if hasattr(dataset, "_map_func") else ()
     if any(operation.type.startswith(("ShuffleDataset", "CacheDataset")) for operation in operations):
         return math.inf  # per file, in interleave()
-    num_bytes, length = 0.0, getattr(dataset, "_buffer_size", None) if hasattr(dataset, "_input_dataset") else None
-    if length is not None and not hasattr(dataset, "_seed"):  # a prefetch, usually small
+    num_bytes, length = 0.0, _buffer_length(dataset)
+    if length is not None and _is_prefetch(dataset):  # usually small
         ahead = _bytes_of(inputs[0], max(TUNED_AHEAD, int(length)))
         num_bytes = ahead if math.isfinite(ahead) else 0.0
     elif length is not None:
@@ -115,17 +114,26 @@ def buffered_bytes(dataset: tf.data.Dataset) -> float:
 def count_ahead(dataset: tf.data.Dataset) -> int:
     """Return how many elements a pipeline may have read ahead."""
     is_tuned = dataset.options().autotune.enabled is not False  # then TensorFlow adds a prefetch
-    return _count_ahead(dataset) + (TUNED_MOST_AHEAD if is_tuned else 0)
+    return _count_ahead(dataset) + (MOST_READ_AHEAD if is_tuned else 0)
 
 
 def _count_ahead(dataset: tf.data.Dataset) -> int:
-    is_prefetch = (
-        hasattr(dataset, "_buffer_size") and hasattr(dataset, "_input_dataset") and not hasattr(dataset, "_seed")
-    )
-    names = ["_num_parallel_calls", *(["_buffer_size"] if is_prefetch else [])]
-    lengths = [int(value) for name in names if (value := getattr(dataset, name, None)) is not None]
-    mine = sum(length if length >= 0 else TUNED_MOST_AHEAD for length in lengths)
+    lengths = [
+        getattr(dataset, "_num_parallel_calls", None),
+        _buffer_length(dataset) if _is_prefetch(dataset) else None,
+    ]
+    known = [int(length) for length in lengths if length is not None]
+    mine = sum(length if length >= 0 else MOST_READ_AHEAD for length in known)
     return mine + sum(map(_count_ahead, dataset._inputs()))
+
+
+def _buffer_length(dataset: tf.data.Dataset) -> Any:
+    """Return that of a shuffle or a prefetch; readers of files have one in bytes."""
+    return getattr(dataset, "_buffer_size", None) if hasattr(dataset, "_input_dataset") else None
+
+
+def _is_prefetch(dataset: tf.data.Dataset) -> bool:
+    return hasattr(dataset, "_buffer_size") and not hasattr(dataset, "_seed")
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:

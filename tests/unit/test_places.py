@@ -7,9 +7,16 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from ringtrain.data.iterator_state import EVERY_STEPS, MAX_STATE_BYTES, NO_STATE, NUM_KEPT, IteratorStates
+from ringtrain.data.iterator_state import (
+    EVERY_STEPS,
+    MAX_STATE_BYTES,
+    MOST_READ_AHEAD,
+    NO_STATE,
+    NUM_KEPT,
+    IteratorStates,
+)
 from ringtrain.data.sources import Feed
-from ringtrain.data.tf_data import TUNED_MOST_AHEAD, buffered_bytes, count_ahead
+from ringtrain.data.tf_data import buffered_bytes, count_ahead
 
 LONG_PASS = 10 * EVERY_STEPS
 
@@ -105,5 +112,5 @@ def test_the_elements_read_ahead_of_a_pipeline_are_counted() -> None:
     options.autotune.enabled = False
     samples = tf.data.Dataset.range(9).shuffle(5).map(lambda x: x, num_parallel_calls=2).prefetch(3)
     assert count_ahead(samples.with_options(options)) == 5
-    assert count_ahead(samples) == 5 + TUNED_MOST_AHEAD
-    assert count_ahead(samples.prefetch(-1).with_options(options)) == 5 + TUNED_MOST_AHEAD
+    assert count_ahead(samples) == 5 + MOST_READ_AHEAD
+    assert count_ahead(samples.prefetch(-1).with_options(options)) == 5 + MOST_READ_AHEAD

@@ -50,7 +50,7 @@ def run(group: Group, body: Any, timeout: float = 20, **arguments: Any) -> list[
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that is ending has given its memory back, and may wait for its parent to notice."""
+    """True if a process runs; one that is ending has given its memory back, and may wait for its parent to notice."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes() != b""
     except (FileNotFoundError, ProcessLookupError):

@@ -66,7 +66,8 @@ FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "horovod", "tf_keras", "kept",
 OTHER = "ringtrain_other"  # in another environment: --other_python
 STEP_CONTENDERS = (
     "ringtrain", "ringtrain_again", "ringtrain_single", "ringtrain_sharded", "bound", "bound_meeting", "bound_looped",
-    "bound_fused", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune", "tf_distribute", "one_process", OTHER,
+    "bound_fused", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune", "tf_distribute",
+    "one_process", OTHER,
 )  # fmt: skip
 
 

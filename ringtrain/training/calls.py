@@ -27,41 +27,18 @@ class Calls:
     """Calls end with the next step after which an action is due; ``--steps_per_call auto`` measures the first steps."""
 
     def __init__(self, job: Job, actions: Sequence[Action]) -> None:
-        """Collective."""
-        self._job, self._actions = job, actions
-        self._first_of_many = job.plan.first_step + (CHECKED_STEPS if job.labels_to_check else 1)
-        self._max_steps = self._choose_maximum()
+        self._job, self._actions, self._wanted = job, actions, job.config.steps_per_call
+        self._chosen_after = job.plan.first_step + (1 + TIMED_STEPS if self._wanted == "auto" else 1)
+        self._first_of_many = job.plan.first_step
+        self._max_steps = 1 if self._wanted == "1" else 0  # 0: not chosen yet
         self._moments: list[float] = []
-
-    def _choose_maximum(self) -> int:
-        """Return 0 to measure first."""
-        wanted = self._job.config.steps_per_call
-        if wanted == "1":
-            return 1
-        reasons = all_gather_object(self._job.collective, self._why_single(), name="steps_per_call")
-        if why := next(filter(None, reasons), ""):
-            if wanted != "auto":
-                LOG.info(f"--steps_per_call {wanted} trains one step per call: {why}.")
-            return 1
-        if wanted != "auto":
-            return int(wanted)
-        # On a GPU single steps overlap with the host; clocks are off in deterministic mode.
-        return 1 if tf.config.get_visible_devices("GPU") or self._job.config.deterministic else 0
-
-    def _why_single(self) -> str:
-        job = self._job
-        if job.batches.is_counted:
-            return "the samples of a step are known only after the step before it"
-        if job.config.profile is not None:
-            return "--profile shows single steps"
-        if job.plan.order.global_batch_size < job.collective.world.size:
-            return "the global batch is smaller than the number of ranks"
-        return why_single_steps(job.step)
 
     def num_steps_after(self, step: int) -> int:
         """Collective."""
         if not self._max_steps:
-            self._time(step)
+            self._moments.append(time.perf_counter())
+            if step == self._chosen_after:
+                self._max_steps = self._choose()
         if self._max_steps <= 1 or step < self._first_of_many:
             return 1
         end = min(step + self._max_steps, self._job.plan.total_steps)
@@ -72,20 +49,43 @@ class Calls:
                 break
         return max(last - step, 1)
 
+    def _choose(self) -> int:
+        """Choose by the slowest rank, and single steps if a rank has a reason. Collective."""
+        job, seconds = self._job, [later - earlier for earlier, later in itertools.pairwise(self._moments)]
+        of_step = statistics.median(seconds[-TIMED_STEPS:])
+        # To look for a reason takes long in a large graph, whose steps are too slow for a call of many.
+        is_slow = self._wanted == "auto" and 2 * of_step > CALL_SECONDS
+        first = job.plan.first_step + (CHECKED_STEPS if job.labels_to_check else 1)
+        mine = ["" if is_slow else self._why_single(), of_step, seconds[0], first]
+        reasons, of_steps, of_firsts, firsts = zip(
+            *all_gather_object(job.collective, mine, name="steps_per_call"), strict=True
+        )
+        self._first_of_many = max(firsts)
+        if why := next(filter(None, reasons), ""):
+            if self._wanted != "auto":
+                LOG.info(f"--steps_per_call {self._wanted} trains one step per call: {why}.")
+            return 1
+        if self._wanted != "auto":
+            return int(self._wanted)
+        saved = min(SAVED_SHARE * max(of_steps), SAVED_SECONDS) * (job.plan.total_steps - max(firsts))
+        is_worth_compiling = saved > max(of_firsts)  # the first step compiles about as much
+        return min(max(int(CALL_SECONDS / max(of_steps)), 1), MAX_STEPS_PER_CALL) if is_worth_compiling else 1
+
+    def _why_single(self) -> str:
+        job = self._job
+        if job.batches.is_counted:
+            return "the samples of a step are known only after the step before it"
+        if job.config.profile is not None:
+            return "--profile shows single steps"
+        if job.plan.order.global_batch_size < job.collective.world.size:
+            return "the global batch is smaller than the number of ranks"
+        if self._wanted == "auto" and tf.config.get_visible_devices("GPU"):
+            return "on a GPU single steps overlap with the host"
+        if self._wanted == "auto" and job.config.deterministic:
+            return "deterministic mode has no clock for the input"
+        return why_single_steps(job.step)
+
     def _is_usual(self, step: int) -> bool:
         """The last step of an epoch may have fewer samples; ``step`` is from 0."""
         order = self._job.plan.order
         return order.global_count(step) == order.global_batch_size
-
-    def _time(self, step: int) -> None:
-        """Choose once enough steps are timed, by the slowest rank."""
-        self._moments.append(time.perf_counter())
-        if step < self._first_of_many + TIMED_STEPS:
-            return
-        seconds = [later - earlier for earlier, later in itertools.pairwise(self._moments)]
-        mine = statistics.median(seconds[-TIMED_STEPS:]), seconds[0]
-        all_seconds = all_gather_object(self._job.collective, mine, name="step_seconds")
-        of_step, of_first = map(max, zip(*all_seconds, strict=True))
-        saved = min(SAVED_SHARE * of_step, SAVED_SECONDS) * (self._job.plan.total_steps - step)
-        is_worth_compiling = saved > of_first  # the first step compiles about as much
-        self._max_steps = min(max(int(CALL_SECONDS / of_step), 1), MAX_STEPS_PER_CALL) if is_worth_compiling else 1

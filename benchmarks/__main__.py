@@ -49,7 +49,7 @@ CONTENDERS = {
 }  # of the modes that let one choose
 MODES = tuple(PLANS)
 FORMAT = 1
-PAGE = Path("docs/benchmarks.md")
+PAGE = Path("results/README.md")
 # Errors of reading a file that is missing or no result.
 NO_RESULT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 

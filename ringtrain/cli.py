@@ -25,7 +25,7 @@ COMMANDS = {
     )
 }  # fmt: skip
 # Started by other commands only.
-INTERNAL_COMMANDS = {"_record": "ringtrain.commands.record"}
+INTERNAL_COMMANDS = {"_record": "ringtrain.commands.record", "_audit": "ringtrain.commands.audit"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,8 @@
 """Check that N processes train your model exactly as one does.
 
 It trains the same batches under several numbers of processes, which it starts itself, and compares weights, optimizer
-slots, losses and samples. Use no launcher.
+slots, losses and samples. Use no launcher. With --script it audits steps of a script of yours instead (see
+`ringtrain verify --script --help`).
 
     python -m ringtrain verify
     python -m ringtrain verify --workload my_workload.py --world_sizes 1,2
@@ -39,6 +40,10 @@ class Options(Settings):
 
 def main(arguments: Sequence[str], world: World) -> int:
     refuse_launcher("verify", world)
+    if any(word.partition("=")[0] == "--script" for word in arguments):
+        from ringtrain.commands.audit import audit_script
+
+        return audit_script(arguments, world)
     explicit = {"global_batch_size": DEFAULT_GLOBAL_BATCH_SIZE, **parse_arguments(Options, arguments, world)}
     if "batch_size" in explicit:
         raise UsageError(

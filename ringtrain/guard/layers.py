@@ -28,6 +28,12 @@ def describe_layers(model: keras.Model, is_own: Callable[[keras.Layer], bool] = 
     ]
 
 
+def draws(layer: keras.Layer) -> bool:
+    """True if a layer draws random numbers; Keras' then have seed generators."""
+    rates = [getattr(layer, name) for name in ("dropout", "recurrent_dropout") if hasattr(layer, name)]
+    return bool(layer._seed_generators) and (not rates or any(rates))
+
+
 def _config_of(layer: keras.Layer) -> Mapping[str, Any]:
     try:
         config = layer.get_config()

@@ -50,6 +50,7 @@ from horovod.tensorflow.keras import allgather, allreduce, broadcast, broadcast_
 
 from ringtrain.collectives.normalization import SyncBatchNormalization
 from ringtrain.keras import callbacks, elastic
+from ringtrain.keras.auditing.session import audit
 from ringtrain.keras.collective import broadcast_variables
 from ringtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringtrain.keras.start import init
@@ -70,6 +71,7 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "audit",
     "broadcast",
     "broadcast_global_variables",
     "broadcast_object",

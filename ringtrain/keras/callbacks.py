@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.errors import UsageError
+from ringtrain.keras.auditing.session import Audit as Audit
 from ringtrain.keras.collective import ProcessSetCollective, broadcast_variables, require_init
 from ringtrain.keras.exchange import variable_key
 from ringtrain.keras.run import Run as Run

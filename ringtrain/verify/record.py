@@ -21,6 +21,7 @@ from ringtrain.config import Config
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
+from ringtrain.guard.layers import draws
 from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.step.report import StepReport
 from ringtrain.step.state import is_integer_or_bool
@@ -298,12 +299,6 @@ def match_regularizers(layer: keras.layers.Layer) -> None:
         for name, factor in vars(regularizer).items():
             if isinstance(factor, tf.Tensor) and factor.dtype.is_floating:
                 setattr(regularizer, name, tf.cast(factor, layer.variable_dtype))
-
-
-def draws(layer: keras.layers.Layer) -> bool:
-    """True if a layer draws random numbers; Keras' then have seed generators."""
-    rates = [getattr(layer, name) for name in ("dropout", "recurrent_dropout") if hasattr(layer, name)]
-    return bool(layer._seed_generators) and (not rates or any(rates))
 
 
 def call_without_training(layer: keras.layers.Layer) -> None:

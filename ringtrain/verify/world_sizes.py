@@ -37,14 +37,24 @@ def plan_command(size: int, arguments: Sequence[str]) -> list[str]:
 
 
 def run_group(size: int, arguments: Sequence[str]) -> None:
+    code, output = run_processes(size, arguments, timeout=RUN_TIMEOUT_SECONDS)
+    if code:
+        failed = f"training with {size} processes failed with exit code {code}:"
+        raise EXIT_CODES.get(code, RingtrainError)("\n  ".join([failed, *output.strip().split("\n")]), reach="run")
+
+
+def run_processes(
+    size: int, arguments: Sequence[str], *, timeout: float | None, shows_output: bool = False
+) -> tuple[int, str]:
+    """Run a command of ringtrain in ``size`` processes; return exit code and output, unless it is shown."""
     command = plan_command(size, arguments)
     environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    pipe = None if shows_output else subprocess.PIPE
+    errors = None if shows_output else subprocess.STDOUT
+    process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=errors, text=True, start_new_session=True)
     try:
-        output, _ = process.communicate(timeout=RUN_TIMEOUT_SECONDS)
+        output, _ = process.communicate(timeout=timeout)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -52,13 +62,9 @@ def run_group(size: int, arguments: Sequence[str]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
         if isinstance(error, subprocess.TimeoutExpired):
-            raise RingtrainError(f"{size} processes were not done after {RUN_TIMEOUT_SECONDS} s.") from None
+            raise RingtrainError(f"{size} processes were not done after {timeout} s.") from None
         raise
-    if process.returncode:
-        failed = f"training with {size} processes failed with exit code {process.returncode}:"
-        raise EXIT_CODES.get(process.returncode, RingtrainError)(
-            "\n  ".join([failed, *output.strip().split("\n")]), reach="run"
-        )
+    return process.returncode, output or ""
 
 
 def parse_world_sizes(text: str) -> list[int]:

@@ -1,0 +1,360 @@
+"""The audit of a script's steps: planted mistakes are named by their cause, and right scripts pass."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringtrain.keras as hvd
+from ringtrain.collectives import Collective
+from ringtrain.errors import ReplicasDifferError, UsageError
+from ringtrain.keras.auditing.session import Audit, Auditor, watching_functions
+from tests.world.group import on_ranks
+from tests.world.processes import clean_environment, run_command
+
+FEATURES, CLASSES, SAMPLES, BATCHES = 8, 4, 12, 6
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Script(NamedTuple):
+    """What a script does otherwise than a right one."""
+
+    samples: Callable[[], int] = lambda: SAMPLES
+    seed: Callable[[], int] = lambda: 10 + hvd.rank()
+    layers: Callable[[], list[keras.layers.Layer]] = list
+    loss: Callable[[Any, Any], Any] = CROSS_ENTROPY
+    optimizer: Callable[[], Any] = lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    broadcasts: bool = True
+    model: type[keras.Model] = keras.Model
+    weights: bool = False  # of samples
+
+
+class Second(keras.Model):
+    """Has an optimizer of its own for the last layer, without a wrapper."""
+
+    def train_step(self, data: Any) -> Any:
+        if not hasattr(self, "second"):
+            self.second = keras.optimizers.SGD(0.01)
+        x, y = data
+        last = self.layers[-1].trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        first = [v for v in self.trainable_variables if not any(v is each for each in last)]
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, [v.value for v in first]), first, strict=True))
+        self.second.apply_gradients(zip(tape.gradient(loss, [v.value for v in last]), last, strict=True))
+        return {"loss": loss}
+
+
+class ByRank(keras.Model):
+    """Changes gradients by rank: before or after their reduction, or the weights."""
+
+    way = ""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = [v.value for v in self.trainable_variables]
+        if self.way == "part":  # the first kernel is left out
+            [own] = tape.gradient(loss, variables[:1])
+            gradients = [own, *hvd.DistributedGradientTape(tape).gradient(loss, variables[1:])]
+        else:
+            gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        if self.way == "after":
+            gradients = [g * (1.0 + hvd.rank()) for g in gradients]
+        if self.way == "twice":
+            gradients = [g / hvd.size() for g in gradients]
+        if self.way == "rates":
+            self.optimizer.learning_rate = 0.1 * (1 + hvd.rank())
+        if self.way != "skips" or hvd.rank() == 0:
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        if self.way == "weights":
+            self.trainable_variables[0].assign(self.trainable_variables[0] * (1 + 0.1 * hvd.rank()))
+        return {"loss": loss}
+
+
+class After(ByRank):
+    way = "after"
+
+
+class Twice(ByRank):
+    way = "twice"
+
+
+class Weights(ByRank):
+    way = "weights"
+
+
+class Part(ByRank):
+    way = "part"
+
+
+class Rates(ByRank):
+    way = "rates"
+
+
+class Skips(ByRank):
+    way = "skips"
+
+
+class Once(ByRank):
+    """Is right."""
+
+
+class Noise(keras.layers.Layer):
+    """Draws without a seed generator."""
+
+    def call(self, x: Any) -> Any:
+        return x * tf.random.uniform([], 0.5, 1.5)
+
+
+def distribute(**arguments: Any) -> Callable[[], Any]:
+    return lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **arguments)
+
+
+def plain_sgd() -> Any:
+    return keras.optimizers.SGD(0.1)
+
+
+def fewer_on_rank_1() -> int:
+    return SAMPLES if hvd.rank() == 0 else SAMPLES // 2
+
+
+WRONG: dict[str, tuple[str, Script]] = {
+    "the same data": ("same samples", Script(seed=lambda: 10)),
+    "a generator with one seed": ("same samples", Script(seed=lambda: 3, layers=lambda: [keras.layers.Dropout(0.5)])),
+    "uneven batches": ("uneven batches", Script(samples=fewer_on_rank_1)),
+    "op=Sum": ("summed", Script(optimizer=lambda: distribute(op=hvd.Sum)())),
+    "op=Sum with SGD": (
+        "summed",
+        Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)),
+    ),
+    "a loss divided by the ranks": ("divided twice", Script(loss=lambda y, z: CROSS_ENTROPY(y, z) / hvd.size())),
+    "gradients divided by the ranks": ("divided twice", Script(optimizer=plain_sgd, model=Twice)),
+    "no broadcast": ("different weights", Script(broadcasts=False)),
+    "weights changed by rank": ("different weights", Script(optimizer=plain_sgd, model=Weights)),
+    "a variable left out": ("not reduced", Script(optimizer=plain_sgd, model=Part)),
+    "another rate on each rank": ("different rates", Script(optimizer=plain_sgd, model=Rates)),
+    "updates on rank 0 alone": ("updates on some ranks", Script(optimizer=plain_sgd, model=Skips)),
+    "a second optimizer": ("optimizer not distributed", Script(model=Second)),
+    "gradients changed by rank": (
+        "different gradients",
+        Script(optimizer=plain_sgd, model=After),
+    ),
+    "BatchNorm": ("local BatchNorm", Script(layers=lambda: [keras.layers.BatchNormalization()])),
+    "BatchNorm and dropout": (
+        "local BatchNorm",
+        Script(layers=lambda: [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]),
+    ),
+    "a contrastive loss": (
+        "loss across samples",
+        Script(loss=lambda y, z: CROSS_ENTROPY(y, z) + 0.1 * tf.math.reduce_variance(z)),
+    ),
+    "a loss divided by its largest": (
+        "loss across samples",
+        Script(loss=lambda y, z: CROSS_ENTROPY(y, z / tf.reduce_max(tf.abs(z)))),
+    ),
+    "a loss divided by a sum of weights": (
+        "loss across samples",
+        Script(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight"),
+               weights=True),
+    ),
+    "noise without a seed": ("not deterministic", Script(layers=lambda: [Noise()])),
+}  # fmt: skip
+RIGHT: dict[str, Script] = {
+    "plain": Script(),
+    "SGD": Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9))),
+    "dropout": Script(layers=lambda: [keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.1)]),
+    "SyncBatchNormalization": Script(layers=lambda: [hvd.SyncBatchNormalization()]),
+    "fp16": Script(optimizer=lambda: distribute(compression=hvd.Compression.fp16)()),
+    "sums of a divided loss": Script(
+        loss=lambda y, z: CROSS_ENTROPY(y, z) / hvd.size(), optimizer=lambda: distribute(op=hvd.Sum)()
+    ),
+    "predivided": Script(optimizer=lambda: distribute(gradient_predivide_factor=2.0)()),
+    "groups": Script(optimizer=lambda: distribute(groups=2)()),
+    "a tape": Script(optimizer=plain_sgd, model=Once),
+    "clipped": Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1))),
+    "sample weights": Script(weights=True),
+    "loss scale": Script(
+        optimizer=lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    ),
+}
+
+
+def fit(script: Script, audit: Auditor | None, *, epochs: int = 1) -> keras.Model:
+    hvd.init()
+    keras.utils.set_random_seed(5 if script.broadcasts else 5 + hvd.rank())
+    random = np.random.default_rng(script.seed())
+    samples = script.samples()
+    x = random.normal(size=(samples * BATCHES, FEATURES)).astype(np.float32)
+    y = (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int32)
+    inputs = values = keras.Input((FEATURES,))
+    for layer in [keras.layers.Dense(16, activation="tanh"), *script.layers(), keras.layers.Dense(CLASSES)]:
+        values = layer(values)
+    model = script.model(inputs, values)
+    model.compile(script.optimizer(), script.loss, jit_compile=False)
+    callbacks: list[Any] = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if script.broadcasts else []
+    callbacks += [Audit.of(audit)] if audit else []
+    weights = random.uniform(0.5, 2.0, size=len(x)).astype(np.float32) if script.weights else None
+    model.fit(
+        x, y, batch_size=samples, sample_weight=weights, shuffle=False, epochs=epochs, verbose=0, callbacks=callbacks
+    )
+    return model
+
+
+def names(audit: Auditor) -> list[str]:
+    return [cause.name for cause in audit.find_causes() if cause.is_wrong]
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+@on_ranks(2)
+def test_a_mistake_is_named_by_its_cause(collective: Collective, mistake: str) -> None:
+    cause, script = WRONG[mistake]
+    audit = Auditor(1, 2**20)
+    with pytest.raises(ReplicasDifferError, match=cause):
+        fit(script, audit)
+    assert names(audit)[:1] == [cause]
+    assert not audit.passes
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@on_ranks(2)
+def test_a_right_script_passes(collective: Collective, name: str) -> None:
+    audit = Auditor(2, 2**20)
+    fit(RIGHT[name], audit)
+    assert len(audit.results) == 2
+    assert audit.passes
+    assert names(audit) == []
+
+
+@on_ranks(2)
+def test_the_training_goes_on_as_without_an_audit(collective: Collective) -> None:
+    """Audited steps run eagerly, which rounds otherwise."""
+    plain, audited = (fit(Script(), audit, epochs=2) for audit in (None, Auditor(3, 2**20)))
+    for before, after in zip(plain.variables, audited.variables, strict=True):
+        np.testing.assert_allclose(after.numpy(), before.numpy(), rtol=2e-5, atol=2e-6)
+    assert not audited.run_eagerly
+    assert not tf.config.functions_run_eagerly()
+
+
+def make_loop(op: Any) -> Callable[[], None]:
+    random = np.random.default_rng(20 + hvd.rank())
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(CLASSES)])
+    optimizer = keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def train_step(x: tf.Tensor, y: tf.Tensor, is_first: bool) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = CROSS_ENTROPY(y, model(x, training=True))
+        variables = [v.value for v in model.trainable_variables]
+        gradients = hvd.DistributedGradientTape(tape, op=op).gradient(loss, variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    def loop() -> None:
+        for step in range(4):
+            x = random.normal(size=(SAMPLES, FEATURES)).astype(np.float32)
+            train_step(x, (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int64), step == 0)
+            if step == 0:
+                hvd.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)
+
+    return loop
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+@on_ranks(2)
+def test_a_loop_of_a_script_is_audited(collective: Collective, op: str) -> None:
+    hvd.init()
+    loop = make_loop(getattr(hvd, op))
+    if op == "Average":
+        with hvd.audit(steps=2):
+            loop()
+    else:
+        with pytest.raises(ReplicasDifferError, match="summed"), hvd.audit(steps=2):
+            loop()
+
+
+@on_ranks(2)
+def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
+    hvd.init()
+    for script, words in (
+        (Script(optimizer=lambda: distribute(backward_passes_per_step=2)()), "backward_passes_per_step is 2"),
+        (Script(), "above --max_mebibytes"),
+    ):
+        audit = Auditor(1, 2**20 if "passes" in words else 8)
+        fit(script, audit)
+        assert words in audit.why_not
+        assert "nothing was compared" in audit.describe()[0]
+    with pytest.raises(UsageError, match="steps is 0"):
+        hvd.callbacks.Audit(steps=0)
+    audit = Auditor(1, 2**20)
+    with watching_functions(audit):
+        tf.function(lambda x: x + 1)(tf.ones([2]))
+    assert audit.results == []
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+SCRIPT = """
+import sys
+import keras, numpy as np
+import ringtrain.keras as hvd
+
+hvd.init()
+random = np.random.default_rng(hvd.rank() if "--shard" in sys.argv else 0)
+x = random.normal(size=(64, 4)).astype("float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+if "--untrained" not in sys.argv:
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, x.sum(axis=1), batch_size=8, epochs=100, shuffle=False, verbose=0, callbacks=[first])
+    print("trained to its end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        (["--shard"], 0, "the ranks train what one process would train"),
+        ([], 5, "cause: Ranks train on the same samples: 100%"),
+        (["--untrained"], 2, "updates no weights"),
+    ],
+)
+def test_the_command_audits_a_script(script: Path, words: list[str], code: int, shown: str, tmp_path: Path) -> None:
+    out = tmp_path / "audit"
+    command = [sys.executable, "-m", "ringtrain", "verify", "--script", str(script), "-np", "2", "--steps", "2"]
+    run = run_command([*command, "--out", str(out), "--", *words], env=clean_environment(), timeout=120)
+    assert (run.rc, run.left_behind) == (code, False), run.stderr
+    assert shown in run.stdout + run.stderr
+    assert "trained to its end" not in run.stdout
+    if code != 2:
+        assert json.loads((out / "verdict.json").read_text())["passes"] == (code == 0)
+        assert "dense/kernel" in (out / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--script", "no_such_file.py"], "no_such_file.py"),
+        (["--script", __file__, "-np", "1"], "np is 1"),
+        (["--script", __file__, "--steps", "0"], "steps is 0"),
+    ],
+)
+def test_the_command_refuses(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from ringtrain.cli import main
+
+    assert main(["verify", *words]) == 2
+    assert named in capsys.readouterr().err

@@ -301,6 +301,23 @@ def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
     assert audit.results == []
 
 
+@on_ranks(2)
+def test_a_script_that_trains_fewer_steps_is_audited_to_its_end(collective: Collective) -> None:
+    audit = Auditor(2 * BATCHES, 2**20)
+    fit(Script(), audit)
+    assert (len(audit.results), audit.passes) == (BATCHES - 1, True)
+    assert f"ended before {2 * BATCHES} steps" in "".join(audit.describe())
+
+
+@on_ranks(1)
+def test_one_rank_is_refused(collective: Collective) -> None:
+    hvd.init()
+    with pytest.raises(UsageError, match="the only one"), hvd.audit():
+        pass
+    with pytest.raises(UsageError, match="the only one"):
+        fit(Script(), Auditor(1, 2**20))
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     file = tmp_path / "train.py"

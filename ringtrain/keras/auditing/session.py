@@ -15,7 +15,7 @@ from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.auditing.causes import Cause, Facts, find_causes, find_differences, notes_of
 from ringtrain.keras.auditing.recording import Recording, eagerly, recording, replaced
 from ringtrain.keras.auditing.step import NotAuditedError, audit_step, why_not_audited
-from ringtrain.keras.collective import require_init
+from ringtrain.keras.collective import is_elastic, require_init
 
 DEFAULT_STEPS, DEFAULT_MEBIBYTES = 3, 1024
 NOT_COMPARED = "graphs and XLA (the audited steps run eagerly), later steps, evaluation, saved models and speed"
@@ -86,8 +86,8 @@ class Auditor:
         lines += [f"  {'cause' if cause.is_wrong else 'note'}: {cause.words}" for cause in self.find_causes()]
         lines += [f"  {note}" for note in notes_of(ranks)]
         lines.append(f"  not compared: {NOT_COMPARED}")
-        if self.why_not:
-            lines.append(f"  ended early: {self.why_not}")
+        if len(self.results) < self.steps:
+            lines.append(f"  ended before {self.steps} steps: {self.why_not or 'the script trains no more'}")
         verdict = "the ranks train" if self.passes else "the ranks do NOT train"
         return [*lines, f"{verdict} what one process would train on their samples together"]
 
@@ -129,7 +129,7 @@ class Audit(keras.callbacks.Callback):
         return callback
 
     def on_train_begin(self, logs: Any = None) -> None:
-        require_init("Audit")
+        require_ranks("Audit")
         if self.audit.is_done:
             return
         model, audit = self.model, self.audit
@@ -138,8 +138,6 @@ class Audit(keras.callbacks.Callback):
                 f"steps_per_execution is {model.steps_per_execution}; an audit needs single steps. Compile the model "
                 "with steps_per_execution=1."
             )
-        if hvd.size() == 1:
-            raise UsageError("there is one rank only, and nothing to compare. Start the script with two or more.")
         plain, self._before = model.train_step, (model.run_eagerly, model.jit_compile)
         model.train_step = lambda data: audit.call(plain, data)
         model.run_eagerly, model.jit_compile = True, False
@@ -167,7 +165,7 @@ def audit(steps: int = DEFAULT_STEPS, *, max_mebibytes: int = DEFAULT_MEBIBYTES)
 
     A step is a call of a ``tf.function`` that updates weights once; its tensors are samples.
     """
-    require_init("audit")
+    require_ranks("audit")
     mine = Auditor(steps, max_mebibytes * 2**20)
     with watching_functions(mine):
         yield
@@ -189,6 +187,14 @@ def watching_functions(mine: Auditor, *, ends_early: bool = False) -> Iterator[N
 
     with replaced(function_class, "__call__", call):
         yield
+
+
+def require_ranks(what: str) -> None:
+    require_init(what)
+    if hvd.size() == 1:
+        raise UsageError(f"{what} compares ranks, and this is the only one. Start the script with two or more.")
+    if is_elastic():
+        raise UsageError(f"{what} needs ranks that remain, and this run is elastic. Start it without --min-np.")
 
 
 def conclude(mine: Auditor) -> None:

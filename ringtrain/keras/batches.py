@@ -42,6 +42,7 @@ class Batches:
         self._iterator: Any = None
         self._is_one_for_all = self._is_awaited = False
         self._epoch = 0  # from 1
+        self.last = -1  # batch of this call of the training function
 
     def wait(self) -> None:
         """Expect the next iterator to be the training's; validation has its own."""
@@ -120,6 +121,8 @@ class Batches:
                 seconds = time.perf_counter() - began
                 if seconds >= 1.0:
                     LOG.info(f"came to batch {start.batches + 1} of its epoch in the data after {seconds:.0f} s")
+            # Since Keras 3.11 it gives the number of a call's last batch.
+            self.last = numbers[1] if len(numbers) == 3 else first + data.steps_per_execution - 1
             yield numbers
         self._state = b""
 

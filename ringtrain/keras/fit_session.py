@@ -175,7 +175,8 @@ class FitSession:
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
-        if self._steps_of_epoch:  # steps_per_execution may count past it
+        batch = max(batch, self.batches.last)  # with steps_per_execution
+        if self._steps_of_epoch:  # which may count past it
             batch = min(batch, self._steps_of_epoch - 1)
         self._step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1

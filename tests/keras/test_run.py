@@ -163,8 +163,11 @@ def test_a_rank_that_hangs_or_fails_alone_ends_all_with_its_name(
 
 
 @pytest.mark.slow
-def test_a_resumed_eager_epoch_without_batches_exits_as_a_hang(tmp_path: Path) -> None:
-    """Such a rank does not know what the others sum. Nothing is compiled: the first step has no time for that."""
+def test_a_resumed_eager_epoch_without_batches_exits(tmp_path: Path) -> None:
+    """Such a rank does not know what the others sum. Nothing is compiled: the first step has no time for that.
+
+    The watchdog names rank 1, or rank 0 has counted the ranks before.
+    """
     out = tmp_path / "run"
     with interrupted("eager", out) as run:
         run.wait_for_checkpoint_after(4)
@@ -172,9 +175,10 @@ def test_a_resumed_eager_epoch_without_batches_exits_as_a_hang(tmp_path: Path) -
     step = max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
     assert step < BATCHES
     finished = fit("eager", out, RINGTRAIN_TEST_BATCHES=str(step))
-    assert finished.rc == 6, finished.stdout + finished.stderr
-    assert re.search(r"rank 1 on \S+ waits for the other ranks \(\d+ s\)", finished.stderr), finished.stderr
-    assert events(out)[-1]["status"] == "hang"
+    assert finished.rc in (2, 6), finished.stdout + finished.stderr
+    answers = {6: r"rank 1 on \S+ waits for the other ranks \(\d+ s\)", 2: "1 of 2 ranks have ended their epoch before"}
+    assert re.search(answers[finished.rc], finished.stderr), finished.stderr
+    assert events(out)[-1]["exit_code"] == finished.rc
 
 
 @pytest.mark.slow

@@ -9,24 +9,20 @@ in one process with the samples of all ranks. The script ends after the last of 
 
 from __future__ import annotations
 
-import functools
+import inspect
 import json
 import runpy
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.errors import EXIT_CODES, ReplicasDifferError, RingtrainError, UsageError
 from ringtrain.files.bounded import open_regular
 from ringtrain.runtime.world import World
 from ringtrain.verify.world_sizes import run_processes
-
-if TYPE_CHECKING:
-    from ringtrain.keras.auditing.session import Auditor
 
 VERDICT, PAGE = "verdict.json", "index.html"
 
@@ -49,73 +45,91 @@ class Options:
     """directory for the verdict as JSON and as a page"""
 
 
-def audit_script(arguments: Sequence[str], world: World) -> int:
-    """Start the ranks, and give their verdict's exit code."""
+def read(arguments: Sequence[str], world: World) -> tuple[Options, list[str]]:
+    """Return options, and the script's own arguments."""
     split = [*arguments, "--"].index("--")
-    mine, rest = list(arguments[:split]), list(arguments[split + 1 :])
-    options = Options(**parse_arguments(Options, ["--np" if word == "-np" else word for word in mine], world))
+    words = ["--np" if word == "-np" else word for word in arguments[:split]]
+    return Options(**parse_arguments(Options, words, world)), list(arguments[split + 1 :])
+
+
+def audit_script(arguments: Sequence[str], world: World) -> int:
+    """Start the ranks, and return their verdict's exit code."""
+    options, rest = read(arguments, world)
     for name, least in (("np", 2), ("steps", 1), ("max_mebibytes", 1)):
         if (value := getattr(options, name)) < least:
             raise UsageError(f"{name} is {value}; it must be at least {least}.")
+    out = options.out.resolve()  # the script may change the directory
     try:
         open_regular(options.script).close()
+        out.mkdir(parents=True, exist_ok=True)
+        (out / VERDICT).unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(f"script is {str(options.script)!r}: {error.strerror}. Give a file of Python.") from error
-    options.out.mkdir(parents=True, exist_ok=True)
-    verdict = options.out / VERDICT
-    verdict.unlink(missing_ok=True)
+        raise UsageError(
+            f"{error.filename}: {error.strerror}. Give --script a Python file, and --out a directory."
+        ) from error
     words = ["--script", options.script, "--steps", options.steps, "--max_mebibytes", options.max_mebibytes]
-    words += ["--out", options.out, "--", *rest]
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    code, _ = run_processes(options.np, ["_audit", *map(str, words)], timeout=None, shows_output=True)
-    if not verdict.exists():
-        if code:
-            raise EXIT_CODES.get(code, RingtrainError)(f"the script failed with exit code {code}; see above.")
-        raise UsageError(f"{options.script} has ended without a step that updates weights: nothing was audited.")
-    found = json.loads(verdict.read_text(encoding="utf-8"))
+    code, _ = run_processes(
+        options.np, ["_audit", *map(str, words), "--out", str(out), "--", *rest], timeout=None, shows_output=True
+    )
+    if not (out / VERDICT).exists():
+        raise EXIT_CODES.get(code, RingtrainError)(f"the script failed with exit code {code}; see above.")
+    found = json.loads((out / VERDICT).read_text(encoding="utf-8"))
     if not found["steps"]:
-        raise UsageError(f"{options.script} cannot be audited: {found['why_not'] or 'it updates no weights'}.")
+        why_not = found["why_not"] or "no step that updates weights was called twice"
+        raise UsageError(f"{options.script} cannot be audited: {why_not}. See docs/audit.md.")
     print(f"all variables: {options.out / PAGE}")
     return 0 if found["passes"] else ReplicasDifferError.exit_code
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Run the script on this rank."""
-    split = [*arguments, "--"].index("--")
-    options = Options(**parse_arguments(Options, arguments[:split], world))
+    """Run the script on this rank, and write the verdict."""
+    options, rest = read(arguments, world)
     import keras
 
     from ringtrain.keras.auditing.recording import replaced
     from ringtrain.keras.auditing.session import Audit, Auditor, watching_functions
 
-    audit = Auditor(options.steps, options.max_mebibytes * 2**20)
-    audit.conclude = functools.partial(write_and_leave, audit, options.out)
+    auditor = Auditor(options.steps, options.max_mebibytes)
 
-    def fit(plain: Callable[..., Any], model: keras.Model, *args: Any, callbacks: Any = None, **kwargs: Any) -> Any:
-        listed = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks or ())
+    def fit(plain: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(plain).bind(model, *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        callbacks = given.pop("callbacks", None) or []
+        listed = getattr(callbacks, "callbacks", callbacks)
+        listed = listed if isinstance(listed, list | tuple) else [listed]
         others = [callback for callback in listed if not isinstance(callback, Audit)]
-        return plain(model, *args, callbacks=[*others, Audit.of(audit)], **kwargs)
+        audit = Audit()
+        audit.auditor, audit.raises = auditor, False
+        end = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: leave() if auditor.is_done else None
+        )
+        return plain(**given, callbacks=[*others, audit, end])
 
-    sys.argv = [str(options.script), *arguments[split + 1 :]]
+    def leave() -> None:
+        raise SystemExit(0)
+
+    sys.argv = [str(options.script), *rest]
     sys.path.insert(0, str(options.script.resolve().parent))
-    with replaced(keras.Model, "fit", fit), watching_functions(audit, ends_early=True):
-        runpy.run_path(str(options.script), run_name="__main__")
-    audit.conclude()
-    return 0
+    with replaced(keras.Model, "fit", fit), watching_functions(auditor, then=leave):
+        try:
+            runpy.run_path(str(options.script), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+    write_verdict(auditor, options.out)
+    return 0  # the parent process returns the verdict's exit code
 
 
-def write_and_leave(audit: Auditor, directory: Path) -> None:
-    """Rank 0 prints and writes. The launcher has nothing to say of a verdict: the command that waits gives its code."""
+def write_verdict(auditor: Any, directory: Path) -> None:
     import horovod.tensorflow as hvd
 
     from ringtrain.files.atomic import replace_text
     from ringtrain.keras.auditing.page import make_page
 
-    if not hvd.is_initialized():
-        raise UsageError("the script never calls ringtrain.keras.init(): its processes train apart.")
-    if hvd.rank() == 0:
-        if audit.results:
-            print("\n".join(["", *audit.describe()]), flush=True)  # a progress bar ends in no new line
-            replace_text(directory / PAGE, make_page(audit))
-        replace_text(directory / VERDICT, json.dumps(audit.to_json(), indent=1))
-    raise SystemExit(0)
+    if not (hvd.is_initialized() or auditor.results):
+        raise UsageError("the script never calls ringtrain.keras.init(): each process trains its own model.")
+    if not hvd.is_initialized() or hvd.rank() == 0:
+        if auditor.results:
+            replace_text(directory / PAGE, make_page(auditor))
+        print("\n".join(["", *auditor.describe()]), flush=True)  # a progress bar ends in no new line
+        replace_text(directory / VERDICT, json.dumps(auditor.to_json(), indent=1))

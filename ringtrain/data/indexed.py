@@ -188,9 +188,9 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
                 ) from error
             yield batch
     finally:
-        workers = list((getattr(pool, "_processes", None) or {}).values())
+        processes = list((getattr(pool, "_processes", None) or {}).values())
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in workers:  # one that is still starting may miss the end, and keep the rank from exiting
+        for process in processes:  # one that is still starting may miss the end, and keep the rank from exiting
             process.kill()
 
 

@@ -24,6 +24,7 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from ringtrain.data.tf_data import without_tuner
+from ringtrain.keras.auditing.session import Audit
 from ringtrain.keras.collective import is_elastic
 from ringtrain.keras.compiled import CompiledStep, notice, why_not_compiled
 from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts, find_distributed
@@ -135,6 +136,9 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             return plain(*args, **kwargs)
     finally:
         first_batches().end()
+        for callback in listed if isinstance(listed, list | tuple) else [listed]:
+            if isinstance(callback, Audit):
+                callback.restore()
         distributed = find_distributed(getattr(model, "optimizer", None))
         if distributed is not None:
             distributed.exchange.end_fit()  # Keras does not call on_train_end after an exception

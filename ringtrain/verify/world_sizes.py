@@ -52,6 +52,8 @@ def run_processes(
     environment |= {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
     pipe = None if shows_output else subprocess.PIPE
     errors = None if shows_output else subprocess.STDOUT
+    # As Ctrl-C: the exception ends the processes.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=errors, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -90,8 +92,6 @@ def verify(
     print_line: Callable[[str], None],
 ) -> list[str]:
     """Write records to an empty directory and compare. ReplicasDifferError contains the report if sizes differ."""
-    # As Ctrl-C: the exception ends the processes.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     def run(size: int, role: str, words: str) -> dict[str, Record]:
         target = directory / f"{role}-{size}"

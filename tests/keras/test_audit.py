@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import horovod.tensorflow
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import ringtrain
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
 from ringtrain.errors import ReplicasDifferError, UsageError
@@ -116,6 +118,27 @@ class Noise(keras.layers.Layer):
         return x * tf.random.uniform([], 0.5, 1.5)
 
 
+class Attention(keras.layers.Layer):
+    """The gradient of the keys' bias is rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, 4)
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.reshape(self.attention(x, x), (-1, 16))
+
+
+def weighted_by_counts(y: Any, z: Any) -> Any:
+    count = tf.cast(tf.shape(z)[0], tf.float32)
+    total = horovod.tensorflow.allreduce(count, op=hvd.Sum, name="count")
+    return CROSS_ENTROPY(y, z) * count * hvd.size() / total
+
+
+def across_ranks(y: Any, z: Any) -> Any:
+    return CROSS_ENTROPY(y, z) + 0.1 * tf.math.reduce_variance(ringtrain.all_gather(z))
+
+
 def distribute(**arguments: Any) -> Callable[[], Any]:
     return lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **arguments)
 
@@ -167,7 +190,6 @@ WRONG: dict[str, tuple[str, Script]] = {
         Script(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight"),
                weights=True),
     ),
-    "noise without a seed": ("not deterministic", Script(layers=lambda: [Noise()])),
 }  # fmt: skip
 RIGHT: dict[str, Script] = {
     "plain": Script(),
@@ -183,6 +205,9 @@ RIGHT: dict[str, Script] = {
     "a tape": Script(optimizer=plain_sgd, model=Once),
     "clipped": Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1))),
     "sample weights": Script(weights=True),
+    "updates that rounding decides": Script(layers=lambda: [keras.layers.Reshape((4, 4)), Attention()]),
+    "uneven batches, weighted": Script(samples=fewer_on_rank_1, loss=weighted_by_counts),
+    "a loss across samples of all ranks": Script(loss=across_ranks),
     "loss scale": Script(
         optimizer=lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     ),
@@ -202,12 +227,18 @@ def fit(script: Script, audit: Auditor | None, *, epochs: int = 1) -> keras.Mode
     model = script.model(inputs, values)
     model.compile(script.optimizer(), script.loss, jit_compile=False)
     callbacks: list[Any] = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if script.broadcasts else []
-    callbacks += [Audit.of(audit)] if audit else []
+    callbacks += [attach(audit)] if audit else []
     weights = random.uniform(0.5, 2.0, size=len(x)).astype(np.float32) if script.weights else None
     model.fit(
         x, y, batch_size=samples, sample_weight=weights, shuffle=False, epochs=epochs, verbose=0, callbacks=callbacks
     )
     return model
+
+
+def attach(auditor: Auditor) -> Audit:
+    callback = Audit()
+    callback.auditor = auditor
+    return callback
 
 
 def names(audit: Auditor) -> list[str]:
@@ -218,7 +249,7 @@ def names(audit: Auditor) -> list[str]:
 @on_ranks(2)
 def test_a_mistake_is_named_by_its_cause(collective: Collective, mistake: str) -> None:
     cause, script = WRONG[mistake]
-    audit = Auditor(1, 2**20)
+    audit = Auditor(1, 1)
     with pytest.raises(ReplicasDifferError, match=cause):
         fit(script, audit)
     assert names(audit)[:1] == [cause]
@@ -228,7 +259,7 @@ def test_a_mistake_is_named_by_its_cause(collective: Collective, mistake: str) -
 @pytest.mark.parametrize("name", RIGHT)
 @on_ranks(2)
 def test_a_right_script_passes(collective: Collective, name: str) -> None:
-    audit = Auditor(2, 2**20)
+    audit = Auditor(2, 1)
     fit(RIGHT[name], audit)
     assert len(audit.results) == 2
     assert audit.passes
@@ -238,7 +269,7 @@ def test_a_right_script_passes(collective: Collective, name: str) -> None:
 @on_ranks(2)
 def test_the_training_goes_on_as_without_an_audit(collective: Collective) -> None:
     """Audited steps run eagerly, which rounds otherwise."""
-    plain, audited = (fit(Script(), audit, epochs=2) for audit in (None, Auditor(3, 2**20)))
+    plain, audited = (fit(Script(), audit, epochs=2) for audit in (None, Auditor(3, 1)))
     for before, after in zip(plain.variables, audited.variables, strict=True):
         np.testing.assert_allclose(after.numpy(), before.numpy(), rtol=2e-5, atol=2e-6)
     assert not audited.run_eagerly
@@ -283,19 +314,60 @@ def test_a_loop_of_a_script_is_audited(collective: Collective, op: str) -> None:
 
 
 @on_ranks(2)
+def test_functions_that_do_not_train_are_left_alone(collective: Collective) -> None:
+    """One that rank 0 alone calls, and the steps of two optimizers, each audited by itself."""
+    hvd.init()
+    random = np.random.default_rng(20 + hvd.rank())
+    layers = [keras.layers.Dense(CLASSES), keras.layers.Dense(CLASSES)]
+    for layer in layers:
+        layer.build((None, FEATURES))
+    optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)]
+    mean = keras.metrics.Mean()
+
+    def make_step(layer: keras.layers.Layer, optimizer: Any) -> Any:
+        @tf.function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(layer(x) - 1.0))
+            gradients = hvd.DistributedGradientTape(tape).gradient(loss, [v.value for v in layer.trainable_variables])
+            optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+            mean.update_state(loss)
+            return loss
+
+        return step
+
+    steps = [make_step(*pair) for pair in zip(layers, optimizers, strict=True)]
+    evaluate = tf.function(lambda x: tf.reduce_sum(layers[0](x)))
+    auditor = Auditor(4, 1)
+    with watching_functions(auditor):
+        for number in range(4):
+            x = tf.constant(random.normal(size=(SAMPLES, FEATURES)), tf.float32)
+            for step in steps:
+                step(x)
+            if number == 0:
+                hvd.broadcast_variables([v for each in (*layers, *optimizers) for v in each.variables], root_rank=0)
+            if hvd.rank() == 0:
+                evaluate(x)
+    assert (len(auditor.results), auditor.passes, auditor.why_not) == (4, True, "")
+    assert [int(optimizer.iterations) for optimizer in optimizers] == [4, 4]
+    assert float(mean.count) == 8
+
+
+@on_ranks(2)
 def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
     hvd.init()
     for script, words in (
         (Script(optimizer=lambda: distribute(backward_passes_per_step=2)()), "backward_passes_per_step is 2"),
-        (Script(), "above --max_mebibytes"),
+        (Script(optimizer=lambda: distribute(op=hvd.Adasum)()), "no counterpart in one process"),
+        (Script(layers=lambda: [Noise()]), "draws random numbers outside"),
     ):
-        audit = Auditor(1, 2**20 if "passes" in words else 8)
+        audit = Auditor(1, 1)
         fit(script, audit)
         assert words in audit.why_not
         assert "nothing was compared" in audit.describe()[0]
     with pytest.raises(UsageError, match="steps is 0"):
         hvd.callbacks.Audit(steps=0)
-    audit = Auditor(1, 2**20)
+    audit = Auditor(1, 1)
     with watching_functions(audit):
         tf.function(lambda x: x + 1)(tf.ones([2]))
     assert audit.results == []
@@ -303,7 +375,7 @@ def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
 
 @on_ranks(2)
 def test_a_script_that_trains_fewer_steps_is_audited_to_its_end(collective: Collective) -> None:
-    audit = Auditor(2 * BATCHES, 2**20)
+    audit = Auditor(2 * BATCHES, 1)
     fit(Script(), audit)
     assert (len(audit.results), audit.passes) == (BATCHES - 1, True)
     assert f"ended before {2 * BATCHES} steps" in "".join(audit.describe())
@@ -315,7 +387,7 @@ def test_one_rank_is_refused(collective: Collective) -> None:
     with pytest.raises(UsageError, match="the only one"), hvd.audit():
         pass
     with pytest.raises(UsageError, match="the only one"):
-        fit(Script(), Auditor(1, 2**20))
+        fit(Script(), Auditor(1, 1))
 
 
 @pytest.fixture
@@ -347,7 +419,7 @@ if "--untrained" not in sys.argv:
     [
         (["--shard"], 0, "the ranks train what one process would train"),
         ([], 5, "cause: Ranks train on the same samples: 100%"),
-        (["--untrained"], 2, "updates no weights"),
+        (["--untrained"], 2, "no step that updates weights was called twice"),
     ],
 )
 def test_the_command_audits_a_script(script: Path, words: list[str], code: int, shown: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Record what a step reduces, applies and computes. The step must run eagerly."""
+"""Record what a step reduces, applies and writes. The step must run eagerly."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from ringtrain.collectives.context import alone
 from ringtrain.keras.distributed import Distributed
 from ringtrain.keras.exchange import Exchange, Settings, variable_key
+from ringtrain.keras.guards import read_rate
+
+Plain = Callable[..., Any]  # a replaced method
+# In one process, a sum, mean or gather over ranks is the value itself.
+COLLECTIVES_OF_ONE = {
+    "size": lambda: 1,
+    "rank": lambda: 0,
+    "allreduce": lambda tensor, *args, **kwargs: tensor,
+    "allgather": lambda tensor, *args, **kwargs: tensor,
+    "broadcast": lambda tensor, *args, **kwargs: tensor,
+}
 
 
 @dataclass
@@ -21,88 +34,111 @@ class Recording:
     """One call of a step; mappings are by key of variable."""
 
     variables: dict[Hashable, Any] = field(default_factory=dict)  # whose gradients were reduced or applied
+    written: dict[Hashable, Any] = field(default_factory=dict)
     local: dict[Hashable, Any] = field(default_factory=dict)  # this rank's gradients, before their reduction
     applied: dict[Hashable, Any] = field(default_factory=dict)  # gradients that an optimizer got
-    kept_local: set[Hashable] = field(default_factory=set)  # of layers that are this rank's own, as the script says
     settings: list[Settings] = field(default_factory=list)
     passes: int = 1  # of backward_passes_per_step
-    alone: list[str] = field(default_factory=list)  # optimizers without a wrapper
+    has_own_layers: bool = False  # PartialDistributedOptimizer
+    not_distributed: list[str] = field(default_factory=list)  # optimizers
     optimizers: dict[int, Any] = field(default_factory=dict)
+    loss_scale: float = 1.0
     models: dict[int, keras.Model] = field(default_factory=dict)
-    losses: list[Any] = field(default_factory=list)  # that fit computed
+    rates: list[float | None] = field(default_factory=list)  # of each update
     num_updates: int = 0  # of the optimizer with the most
     is_in_graph: bool = False
 
-    def all_variables(self) -> list[Any]:
-        """All that a step may change."""
-        found = dict(self.variables)
-        for owner in (*self.models.values(), *self.optimizers.values()):
-            more = [*owner.variables, *(owner.metrics_variables if isinstance(owner, keras.Model) else ())]
-            found |= {variable_key(variable): variable for variable in more}
-        return list(found.values())
+    def all_variables(self) -> dict[Hashable, Any]:
+        """Return all that a step may change."""
+        slots = [variable for optimizer in self.optimizers.values() for variable in optimizer.variables]
+        return self.variables | self.written | {variable_key(variable): variable for variable in slots}
 
     def layers(self) -> list[keras.layers.Layer]:
         return list({id(each): each for model in self.models.values() for each in model._flatten_layers()}.values())
 
+    def why_not_audited(self) -> str:
+        if self.is_in_graph:
+            return "the step runs in a graph although functions run eagerly, such as in a map or a while_loop"
+        if self.num_updates > 1:
+            return f"an optimizer updates {self.num_updates} times in one call of the step"
+        if self.passes > 1:
+            return f"backward_passes_per_step is {self.passes}, and not every step reduces gradients"
+        if self.has_own_layers:
+            return "it has local layers, which differ between ranks"
+        if any(each.op == hvd.Adasum or each.process_set != hvd.global_process_set for each in self.settings):
+            return "op=hvd.Adasum and process sets have no counterpart in one process"
+        return ""
+
 
 @contextlib.contextmanager
-def recording(*, is_alone: bool = False) -> Iterator[Recording]:
-    """Record until the end of the block. ``is_alone``: reduce nothing, and let the script see one rank."""
+def recording(*, is_one_process: bool = False) -> Iterator[Recording]:
+    """Record until the end of the block. ``is_one_process``: communicate nothing, as if there was one rank."""
     record = Recording()
     counts: dict[int, int] = {}
 
-    def reduce(
-        plain: Callable[..., Any], exchange: Exchange, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> Any:
+    def reduce(plain: Plain, exchange: Exchange, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
         for gradient, variable in zip(gradients, variables, strict=True):
             key = variable_key(variable)
             record.variables[key] = variable
             if gradient is not None and key not in record.local:  # an optimizer may pass on a tape's gradients
                 record.local[key] = gradient
-            if exchange.is_local(variable):
-                record.kept_local.add(key)
+            record.has_own_layers |= exchange.is_local(variable)
         record.settings.append(exchange.settings)
         record.passes = max(record.passes, exchange.accumulation.passes if exchange.accumulation else 1)
-        return list(gradients) if is_alone else plain(exchange, gradients, variables)
+        return list(gradients) if is_one_process else plain(exchange, gradients, variables)
 
-    def apply(plain: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if not (hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")):
-            given = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-            record.is_in_graph |= not tf.executing_eagerly()
-            counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
-            record.num_updates = max(counts.values())
-            for gradient, variable in zip(grads, given, strict=True):
-                record.variables[variable_key(variable)] = variable
-                if gradient is not None:
-                    record.applied[variable_key(variable)] = gradient
-            is_reduced = any(variable_key(variable) in record.local for variable in given)
-            if not (is_reduced or isinstance(optimizer, Distributed)):
-                record.alone.append(f"{optimizer.name} ({type(optimizer).__name__})")
+    def apply(plain: Plain, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        given = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        record.is_in_graph |= not tf.executing_eagerly()
+        record.rates.append(read_rate(optimizer) if tf.executing_eagerly() else None)
+        counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
+        record.num_updates = max(counts.values())
+        keys = [variable_key(variable) for variable in given]
+        record.variables |= dict(zip(keys, given, strict=True))
+        record.applied |= {key: gradient for key, gradient in zip(keys, grads, strict=True) if gradient is not None}
+        if not (isinstance(optimizer, Distributed) or any(key in record.local for key in keys)):
+            record.not_distributed.append(f"{optimizer.name} ({type(optimizer).__name__})")
         record.optimizers[id(optimizer)] = optimizer
         return plain(optimizer, grads, trainable_variables)
 
-    def call(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+    def apply_outer(plain: Plain, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """LossScaleOptimizer and MultiOptimizer, around others."""
+        record.optimizers[id(optimizer)] = optimizer
+        if hasattr(optimizer, "dynamic_scale"):
+            record.loss_scale = float(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
+        for inner in [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]:
+            if inner is not None:
+                record.optimizers[id(inner)] = inner
+        return plain(optimizer, *args, **kwargs)
+
+    def call(plain: Plain, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(layer, keras.Model):
             record.models[id(layer)] = layer
         return plain(layer, *args, **kwargs)
 
-    def compute_loss(plain: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        loss = plain(model, *args, **kwargs)
-        record.losses.append(loss)
-        return loss
+    def assign(plain: Plain, variable: Any, *args: Any, **kwargs: Any) -> Any:
+        record.written[variable.ref()] = variable
+        return plain(variable, *args, **kwargs)
 
+    variable_class = next(each for each in type(tf.Variable(0.0)).__mro__ if "assign" in vars(each))
+    names = ("LossScaleOptimizer", "MultiOptimizer")  # the second since Keras 3.15
+    outer = [getattr(keras.optimizers, name) for name in names if hasattr(keras.optimizers, name)]
+    patches: list[tuple[Any, str, Plain]] = [
+        (Exchange, "reduce", reduce),
+        (keras.optimizers.Optimizer, "apply", apply),
+        *((optimizer_class, "apply", apply_outer) for optimizer_class in outer),
+        (keras.layers.Layer, "__call__", call),
+        *((variable_class, name, assign) for name in ("assign", "assign_add", "assign_sub")),
+    ]
     with contextlib.ExitStack() as stack:
-        for owner, name, around in (
-            (Exchange, "reduce", reduce),
-            (keras.optimizers.Optimizer, "apply", apply),
-            (keras.layers.Layer, "__call__", call),
-            (keras.Model, "compute_loss", compute_loss),
-        ):
+        for owner, name, around in patches:
             stack.enter_context(replaced(owner, name, around))
-        if is_alone:  # a loss may divide by it
-            hvd = sys.modules[__name__.partition(".auditing")[0]]
-            stack.callback(setattr, hvd, "size", hvd.size)
-            hvd.size = lambda: 1  # type: ignore[attr-defined]
+        if is_one_process:
+            stack.enter_context(alone())
+            for interface in (hvd, sys.modules[__name__.partition(".auditing")[0]]):
+                for name, value in COLLECTIVES_OF_ONE.items():
+                    stack.callback(setattr, interface, name, getattr(interface, name))
+                    setattr(interface, name, value)
         yield record
 
 

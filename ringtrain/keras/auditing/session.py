@@ -14,7 +14,7 @@ import tensorflow as tf
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.auditing.causes import Cause, Facts, find_causes, find_differences, notes_of
 from ringtrain.keras.auditing.recording import Recording, eagerly, recording, replaced
-from ringtrain.keras.auditing.step import NotAuditedError, audit_step, why_not_audited
+from ringtrain.keras.auditing.step import NotAuditedError, audit_step
 from ringtrain.keras.collective import is_elastic, require_init
 
 DEFAULT_STEPS, DEFAULT_MEBIBYTES = 3, 1024
@@ -22,41 +22,47 @@ NOT_COMPARED = "graphs and XLA (the audited steps run eagerly), later steps, eva
 
 
 class Auditor:
-    """Audits the steps after the first, which shows the variables."""
+    """Audits the calls of a step after its first one, which shows the variables."""
 
-    def __init__(self, steps: int, max_bytes: int) -> None:
-        for name, value in (("steps", steps), ("max_mebibytes", max_bytes)):
+    def __init__(self, steps: int, max_mebibytes: int) -> None:
+        for name, value in (("steps", steps), ("max_mebibytes", max_mebibytes)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name} is {value!r}; it must be a whole number, at least 1.")
-        self.steps, self.max_bytes = steps, max_bytes
-        self.conclude: Callable[[], None] = functools.partial(conclude, self)
+        self.steps, self._max_bytes = steps, max_mebibytes * 2**20
         self.results: list[Facts] = []
         self.why_not = ""
-        self._known: Recording | None = None
+        self._known: dict[int, tuple[Any, Recording]] = {}  # by function or model, which is kept
         self._is_in_step = False
 
     @property
     def is_done(self) -> bool:
         return len(self.results) >= self.steps or bool(self.why_not)
 
-    def call(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a step of the script. Collective."""
-        if self._is_in_step or self.is_done:
+    def forget(self, owner: Any) -> None:
+        self._known.pop(id(owner), None)
+
+    def call(self, owner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a step of the script, of a function or model. Collective if its first call reduced gradients."""
+        _, known = self._known.get(id(owner), (None, None))
+        if self._is_in_step or self.is_done or (known is not None and not known.variables):
             return step(*args, **kwargs)
         self._is_in_step = True
         try:
             with eagerly():
-                if self._known is None:
+                if known is None:
                     with recording() as record:
                         returned = step(*args, **kwargs)
-                    self._known, self.why_not = (record if record.variables else None), why_not_audited(record)
+                    record.local.clear()
+                    record.applied.clear()
+                    self._known[id(owner)] = owner, record
                     return returned
                 try:
-                    returned, facts = audit_step(step, (args, kwargs), self._known, max_bytes=self.max_bytes)
-                except NotAuditedError as error:  # it has not run
+                    returned, facts = audit_step(step, (args, kwargs), known, max_bytes=self._max_bytes)
+                except NotAuditedError as error:
                     self.why_not = str(error)
-                    return step(*args, **kwargs)
-                self.results.append(facts)
+                    return step(*args, **kwargs) if error.returned is None else error.returned[0]
+                if facts:
+                    self.results.append(facts)
                 return returned
         finally:
             self._is_in_step = False
@@ -74,20 +80,19 @@ class Auditor:
     def describe(self) -> list[str]:
         """Return the lines of the verdict."""
         if not self.results:
-            return [f"audit: nothing was compared: {self.why_not or 'no step that updates weights was seen'}"]
+            return [f"audit: nothing was compared: {self.why_not or 'no repeated step that updates weights was seen'}"]
         ranks = self.results[0]
         counts = ", ".join(str(its["count"]) for its in ranks)
-        lines = [f"audit: {len(self.results)} steps of {len(ranks)} ranks, with {counts} samples on each rank"]
-        kinds = [find_differences(facts) for facts in self.results]
-        for of_kind in zip(*kinds, strict=False):
+        lines = [f"audit: {len(self.results)} steps of {len(ranks)} ranks, with batches of {counts} samples"]
+        for of_kind in zip(*map(find_differences, self.results), strict=False):
             worst = max(of_kind, key=lambda each: each.value / each.tolerance)
             word = "equal within" if worst.passes else "DIFFERENT by"
-            lines.append(f"  {worst.kind}: {word} {worst.value:.1e} (tolerance {worst.tolerance:.0e}), {worst.where}")
+            lines.append(f"  {worst.kind}: {word} {worst.value:.1e} (tolerance {worst.tolerance:.0e}), {worst.name}")
         lines += [f"  {'cause' if cause.is_wrong else 'note'}: {cause.words}" for cause in self.find_causes()]
-        lines += [f"  {note}" for note in notes_of(ranks)]
+        lines += [f"  note: {note}" for note in notes_of(ranks)]
         lines.append(f"  not compared: {NOT_COMPARED}")
         if len(self.results) < self.steps:
-            lines.append(f"  ended before {self.steps} steps: {self.why_not or 'the script trains no more'}")
+            lines.append(f"  ended before {self.steps} steps: {self.why_not or 'the script stopped training'}")
         verdict = "the ranks train" if self.passes else "the ranks do NOT train"
         return [*lines, f"{verdict} what one process would train on their samples together"]
 
@@ -117,72 +122,83 @@ class Audit(keras.callbacks.Callback):
     """
 
     def __init__(self, steps: int = DEFAULT_STEPS, *, max_mebibytes: int = DEFAULT_MEBIBYTES) -> None:
-        """``max_mebibytes``: limit for the samples of all ranks, which each rank gathers."""
+        """``max_mebibytes``: limit for the samples of all ranks, which each rank gathers and computes with."""
         super().__init__()
-        self.audit = Auditor(steps, max_mebibytes * 2**20)
-        self._before: tuple[bool, bool] | None = None  # settings of the model, which runs eagerly
-
-    @classmethod
-    def of(cls, audit: Auditor) -> Audit:
-        callback = cls()
-        callback.audit = audit
-        return callback
+        self.auditor, self.raises = Auditor(steps, max_mebibytes), True
+        self._settings: dict[str, Any] | None = None  # of the model before
 
     def on_train_begin(self, logs: Any = None) -> None:
         require_ranks("Audit")
-        if self.audit.is_done:
+        model, auditor = self.model, self.auditor
+        if auditor.is_done:
             return
-        model, audit = self.model, self.audit
         if model.steps_per_execution > 1:
             raise UsageError(
                 f"steps_per_execution is {model.steps_per_execution}; an audit needs single steps. Compile the model "
                 "with steps_per_execution=1."
             )
-        plain, self._before = model.train_step, (model.run_eagerly, model.jit_compile)
-        model.train_step = lambda data: audit.call(plain, data)
+        auditor.forget(model)
+        plain = model.train_step
+        self._settings = {
+            "train_step": vars(model).get("train_step"),
+            "run_eagerly": model.run_eagerly,
+            "jit_compile": model.jit_compile,
+        }
+        model.train_step = lambda data: auditor.call(model, plain, data)
         model.run_eagerly, model.jit_compile = True, False
         model.make_train_function(force=True)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.audit.is_done:
-            self._end()
+        if self.auditor.is_done:
+            self.on_train_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._end()
+        if self.restore() and self.raises:
+            conclude(self.auditor)
 
-    def _end(self) -> None:
-        if self._before is None:
-            return
-        del self.model.train_step
-        (self.model.run_eagerly, self.model.jit_compile), self._before = self._before, None
+    def restore(self) -> bool:
+        """Give the model its own settings, also after an exception; False if it has them."""
+        settings, self._settings = self._settings, None
+        if settings is None:
+            return False
+        if (own := settings.pop("train_step")) is None:
+            del self.model.train_step
+        else:
+            self.model.train_step = own
+        for name, value in settings.items():
+            setattr(self.model, name, value)
+        self.model.test_function = self.model.predict_function = None  # made during the audit, they would run eagerly
         self.model.make_train_function(force=True)
-        self.audit.conclude()
+        return True
 
 
 @contextlib.contextmanager
 def audit(steps: int = DEFAULT_STEPS, *, max_mebibytes: int = DEFAULT_MEBIBYTES) -> Iterator[None]:
-    """Audit steps of a loop in this block, as ``callbacks.Audit`` does in ``fit``.
+    """Audit steps of a custom loop in this block, as ``callbacks.Audit`` does in ``fit``.
 
     A step is a call of a ``tf.function`` that updates weights once; its tensors are samples.
+
+    Raises:
+        ReplicasDifferError: the ranks do not train what one process would.
     """
     require_ranks("audit")
-    mine = Auditor(steps, max_mebibytes * 2**20)
+    mine = Auditor(steps, max_mebibytes)
     with watching_functions(mine):
         yield
-    mine.conclude()
+    conclude(mine)
 
 
 @contextlib.contextmanager
-def watching_functions(mine: Auditor, *, ends_early: bool = False) -> Iterator[None]:
-    """Pass calls of functions that train through the audit. ``ends_early``: conclude after the last audited step."""
+def watching_functions(auditor: Auditor, *, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Pass calls of functions through the audit; call ``then`` when it is done."""
     function_class = type(tf.function(lambda: None))
 
     def call(plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tf.executing_eagerly():
+        if auditor.is_done or not tf.executing_eagerly():
             return plain(function, *args, **kwargs)
-        returned = mine.call(lambda *a, **k: plain(function, *a, **k), *args, **kwargs)
-        if mine.is_done and ends_early:
-            mine.conclude()
+        returned = auditor.call(function, functools.partial(plain, function), *args, **kwargs)
+        if auditor.is_done:
+            then()
         return returned
 
     with replaced(function_class, "__call__", call):
@@ -194,7 +210,7 @@ def require_ranks(what: str) -> None:
     if hvd.size() == 1:
         raise UsageError(f"{what} compares ranks, and this is the only one. Start the script with two or more.")
     if is_elastic():
-        raise UsageError(f"{what} needs ranks that remain, and this run is elastic. Start it without --min-np.")
+        raise UsageError(f"{what} does not support elastic runs. Start the script without --min-np.")
 
 
 def conclude(mine: Auditor) -> None:

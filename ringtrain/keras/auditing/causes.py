@@ -63,7 +63,7 @@ def tolerance_of(facts: Facts) -> float:
 
 
 def find_causes(facts: Facts) -> list[Cause]:
-    """Return the causes that the facts show, most likely first; none of a right step is wrong."""
+    """Return the causes that the facts show, most likely first; those of a right step are notes."""
     wrong = sorted({each.position for each in differences_of(facts, "difference") if not each.passes})
     causes = [*of_samples(facts), *of_reduction(facts, wrong)]
     # Each further test supposes that the earlier ones have found nothing.

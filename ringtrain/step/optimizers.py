@@ -13,66 +13,84 @@ import keras
 import tensorflow as tf
 
 
-class FusedSGDUpdate:
-    def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
-        if isinstance(gradient, tf.IndexedSlices):
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
+class FusedUpdate:
+    """One operation per dense weight; the learning rate is read once, and not for each weight."""
+
+    has_operation = True
+
+    def _backend_update_step(self: Any, gradients: Any, variables: Any, learning_rate: Any) -> None:
+        if tf.distribute.has_strategy():
+            super()._backend_update_step(gradients, variables, learning_rate)  # type: ignore[misc]
             return
-        dtype = variable.dtype
-        learning_rate, gradient = tf.cast(learning_rate, dtype), tf.cast(gradient, dtype)
+        rate, step = tf.convert_to_tensor(learning_rate), tf.convert_to_tensor(self.iterations) + 1
+        for gradient, given in zip(gradients, variables, strict=True):
+            variable = given.value if isinstance(given, keras.Variable) else given
+            if isinstance(gradient, tf.IndexedSlices) or not self.has_operation:
+                self.update_step(gradient, variable, rate)
+            else:
+                self.update(variable, *(tf.cast(value, variable.dtype) for value in (gradient, rate, step)))
+
+    @abc.abstractmethod
+    def update(self: Any, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
+        """Update a weight in ``step``, from 1; all are of one dtype."""
+
+
+class FusedSGDUpdate(FusedUpdate):
+    def update(self: Any, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
         if not self.momentum:
-            tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=learning_rate, delta=gradient)
+            tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
             return
         tf.raw_ops.ResourceApplyKerasMomentum(
             var=variable.handle,
             accum=self.momentums[self._get_variable_index(variable)].value.handle,
-            lr=learning_rate,
+            lr=rate,
             grad=gradient,
-            momentum=tf.cast(self.momentum, dtype),
+            momentum=tf.cast(self.momentum, variable.dtype),
             use_nesterov=self.nesterov,
         )
 
 
-class FusedAdamUpdate:
+class FusedAdamUpdate(FusedUpdate):
     """Update of Adam and AdamW, whose weight decay is separate."""
 
-    def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
-        if isinstance(gradient, tf.IndexedSlices) or self.amsgrad:
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
-            return
+    @property
+    def has_operation(self: Any) -> bool:  # type: ignore[override]
+        return not self.amsgrad
+
+    def update(self: Any, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
         dtype, index = variable.dtype, self._get_variable_index(variable)
-        step = tf.cast(self.iterations + 1, dtype)
         tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,
             m=self._momentums[index].value.handle,
             v=self._velocities[index].value.handle,
             beta1_power=tf.cast(self.beta_1, dtype) ** step,
             beta2_power=tf.cast(self.beta_2, dtype) ** step,
-            lr=tf.cast(learning_rate, dtype),
+            lr=rate,
             beta1=tf.constant(self.beta_1, dtype),  # tf.cast would convert a Python number to float32 first
             beta2=tf.constant(self.beta_2, dtype),
             epsilon=tf.constant(self.epsilon, dtype),
-            grad=tf.cast(gradient, dtype),
+            grad=gradient,
         )
 
 
-class FusedRMSpropUpdate:
+class FusedRMSpropUpdate(FusedUpdate):
     """RMSprop with momentum, not centered: the operation needs a momentum slot."""
 
-    def update_step(self: Any, gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
-        if isinstance(gradient, tf.IndexedSlices) or self.centered or not self.momentum:
-            super().update_step(gradient, variable, learning_rate)  # type: ignore[misc]
-            return
+    @property
+    def has_operation(self: Any) -> bool:  # type: ignore[override]
+        return self.momentum and not self.centered
+
+    def update(self: Any, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
         dtype, index = variable.dtype, self._get_variable_index(variable)
         tf.raw_ops.ResourceApplyRMSProp(
             var=variable.handle,
             ms=self._velocities[index].value.handle,
             mom=self._momentums[index].value.handle,
-            lr=tf.cast(learning_rate, dtype),
+            lr=rate,
             rho=tf.constant(self.rho, dtype),
             momentum=tf.constant(self.momentum, dtype),
             epsilon=tf.constant(self.epsilon, dtype),
-            grad=tf.cast(gradient, dtype),
+            grad=gradient,
         )
 
 

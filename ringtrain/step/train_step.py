@@ -272,7 +272,9 @@ class TrainStep:
             communication_sec = moment_after([sums, *state_sums, *gradients]) - begin
         assert sums is not None
         looked_at = [sums[:end], *state_sums]  # a metric may be NaN, such as 0 / 0
-        is_finite = tf.reduce_all([gradients_finite, *(tf.reduce_all(tf.math.is_finite(each)) for each in looked_at)])
+        is_finite = gradients_finite
+        for each in looked_at:
+            is_finite &= tf.reduce_all(tf.math.is_finite(each))
         scale = self.loss_scale.value
         if not self._follows_schedule:  # MultiOptimizer has no rate itself
             learning_rate = getattr(self.optimizer, "optimizers", [self.optimizer])[0].learning_rate

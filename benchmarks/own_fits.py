@@ -46,7 +46,7 @@ def main() -> None:
     if how.how == "kept":
         callbacks.append(hvd.callbacks.Run(arguments.output / "run"))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, jit_compile=False)
+    model.compile(optimizer, loss, jit_compile=False, steps_per_execution=arguments.steps_per_call)
     model.fit(peer_loop.make_batches(arguments, rank), verbose=0, callbacks=callbacks)
     value = timer.last_loss
     if hvd is not None:

@@ -188,10 +188,7 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
                 ) from error
             yield batch
     finally:
-        processes = list((getattr(pool, "_processes", None) or {}).values())
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:  # one that is still starting may miss the end, and keep the rank from exiting
-            process.kill()
 
 
 class IndexedSource:

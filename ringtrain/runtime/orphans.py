@@ -24,7 +24,7 @@ def hand_over(name: str, timeout: float) -> None:
     pids = find_holders(os.environ)
     if pids:
         with contextlib.suppress(OSError):
-            arguments = [name, f"{timeout:g}", *map(str, pids)]
+            arguments = [name, f"{timeout:g}", *map(str, (os.getpid(), *pids))]
             start_aside(__name__, *arguments, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -43,10 +43,10 @@ def describe_command(pid: int | None) -> str:
     return words if len(words) <= LONGEST_COMMAND else f"{words[:LONGEST_COMMAND]}..."
 
 
-def main(name: str, seconds: str, *numbers: str) -> None:
+def main(name: str, seconds: str, rank: str, *numbers: str) -> None:
+    """``rank``: pid of the rank, which may have exited already; ``numbers``: of what outlives it."""
     timeout, pids = float(seconds), [int(number) for number in numbers]
-    parent = os.getppid()
-    while os.getppid() == parent:
+    while os.getppid() == int(rank):
         time.sleep(TICK_SECONDS)
     left = timeout
     while pids and left > 0:

@@ -68,8 +68,9 @@ class TrainingGuard(keras.callbacks.Callback):
     batches_before: ClassVar[int] = 0  # of the resumed epoch; set by callbacks.Run
     trained_together: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_audit: bool = False) -> None:
         super().__init__()
+        self._has_audit = has_audit
         self._collective: ProcessSetCollective | None = None  # None: this fit is not distributed
         self._distributed: Distributed | None = None
         self._num_batches = 0
@@ -187,11 +188,13 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
         layers = describe_layers(self.model, self._is_own)
-        mine = [self.params.get("steps"), self.params.get("epochs"), describe_compiled(self.model), digest(layers)]
+        lengths = [self.params.get("steps"), self.params.get("epochs")]
+        mine = [*lengths, self._has_audit, describe_compiled(self.model), digest(layers)]
         plans = all_gather_object(collective, mine, name="guard_plan")
-        steps, epochs, compiled, digests = zip(*plans, strict=True)
+        steps, epochs, audits, compiled, digests = zip(*plans, strict=True)
         _require_equal(steps, collective.ranks, "numbers of batches in an epoch", BATCHES_REMEDY)
         _require_equal(epochs, collective.ranks, "numbers of epochs", "Pass the same epochs to fit() on every rank.")
+        _require_equal(audits, collective.ranks, "callbacks.Audit", "Pass it to fit() on every rank, or on none.")
         rates = [its.pop("learning rates") for its in compiled]
         if len(set(rates)) > 1 and hvd.rank() == collective.ranks[0]:
             log.warning(

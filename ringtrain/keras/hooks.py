@@ -109,7 +109,7 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
             listed.insert(0, last.before_others())
         listed.append(last)
     if _has_ranks():
-        guard = TrainingGuard()
+        guard = TrainingGuard(has_audit=any(isinstance(callback, Audit) for callback in listed))
         guard.set_model(callback_list.model)
         guard.set_params(callback_list.params)
         callback_list._async_train = callback_list._async_test = False  # else batches may be counted out of order

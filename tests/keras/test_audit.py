@@ -83,28 +83,8 @@ class ByRank(keras.Model):
         return {"loss": loss}
 
 
-class After(ByRank):
-    way = "after"
-
-
-class Twice(ByRank):
-    way = "twice"
-
-
-class Weights(ByRank):
-    way = "weights"
-
-
-class Part(ByRank):
-    way = "part"
-
-
-class Rates(ByRank):
-    way = "rates"
-
-
-class Skips(ByRank):
-    way = "skips"
+def by_rank(way: str) -> type[keras.Model]:
+    return type(way.capitalize(), (ByRank,), {"way": way})
 
 
 class Once(ByRank):
@@ -161,16 +141,16 @@ WRONG: dict[str, tuple[str, Script]] = {
         Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)),
     ),
     "a loss divided by the ranks": ("divided twice", Script(loss=lambda y, z: CROSS_ENTROPY(y, z) / hvd.size())),
-    "gradients divided by the ranks": ("divided twice", Script(optimizer=plain_sgd, model=Twice)),
+    "gradients divided by the ranks": ("divided twice", Script(optimizer=plain_sgd, model=by_rank("twice"))),
     "no broadcast": ("different weights", Script(broadcasts=False)),
-    "weights changed by rank": ("different weights", Script(optimizer=plain_sgd, model=Weights)),
-    "a variable left out": ("not reduced", Script(optimizer=plain_sgd, model=Part)),
-    "another rate on each rank": ("different rates", Script(optimizer=plain_sgd, model=Rates)),
-    "updates on rank 0 alone": ("updates on some ranks", Script(optimizer=plain_sgd, model=Skips)),
+    "weights changed by rank": ("different weights", Script(optimizer=plain_sgd, model=by_rank("weights"))),
+    "a variable left out": ("not reduced", Script(optimizer=plain_sgd, model=by_rank("part"))),
+    "another rate on each rank": ("different rates", Script(optimizer=plain_sgd, model=by_rank("rates"))),
+    "updates on rank 0 alone": ("updates on some ranks", Script(optimizer=plain_sgd, model=by_rank("skips"))),
     "a second optimizer": ("optimizer not distributed", Script(model=Second)),
     "gradients changed by rank": (
         "different gradients",
-        Script(optimizer=plain_sgd, model=After),
+        Script(optimizer=plain_sgd, model=by_rank("after")),
     ),
     "BatchNorm": ("local BatchNorm", Script(layers=lambda: [keras.layers.BatchNormalization()])),
     "BatchNorm and dropout": (
@@ -379,6 +359,19 @@ def test_a_script_that_trains_fewer_steps_is_audited_to_its_end(collective: Coll
     fit(Script(), audit)
     assert (len(audit.results), audit.passes) == (BATCHES - 1, True)
     assert f"ended before {2 * BATCHES} steps" in "".join(audit.describe())
+
+
+@on_ranks(2)
+def test_ranks_that_would_wait_for_each_other_are_refused(collective: Collective) -> None:
+    """One with an audit for one without, and one whose data have not ended for one whose data have."""
+    hvd.init()
+    with pytest.raises(UsageError, match=r"different callbacks\.Audit"):
+        fit(Script(), Auditor(1, 1) if hvd.rank() == 0 else None)
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(CLASSES)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), CROSS_ENTROPY)
+    data = tf.data.Dataset.from_tensors((tf.ones([4, FEATURES]), tf.zeros([4], tf.int64))).filter(lambda x, y: True)
+    with pytest.raises(UsageError, match="steps of an epoch are unknown"):
+        model.fit(data, verbose=0, callbacks=[hvd.callbacks.Audit()])
 
 
 @on_ranks(1)

@@ -134,12 +134,20 @@ def recording(*, is_one_process: bool = False) -> Iterator[Recording]:
         for owner, name, around in patches:
             stack.enter_context(replaced(owner, name, around))
         if is_one_process:
-            stack.enter_context(alone())
-            for interface in (hvd, sys.modules[__name__.partition(".auditing")[0]]):
-                for name, value in COLLECTIVES_OF_ONE.items():
-                    stack.callback(setattr, interface, name, getattr(interface, name))
-                    setattr(interface, name, value)
+            stack.enter_context(without_ranks())
         yield record
+
+
+@contextlib.contextmanager
+def without_ranks() -> Iterator[None]:
+    """Let the script see one rank until the end of the block."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(alone())
+        for interface in (hvd, sys.modules[__name__.partition(".auditing")[0]]):
+            for name, value in COLLECTIVES_OF_ONE.items():
+                stack.callback(setattr, interface, name, getattr(interface, name))
+                setattr(interface, name, value)
+        yield
 
 
 @contextlib.contextmanager

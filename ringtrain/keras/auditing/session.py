@@ -114,7 +114,7 @@ class Audit(keras.callbacks.Callback):
     """Audit steps of ``fit``: does each train what one process would train on the samples of all ranks?
 
     After the first step, ``steps`` steps run eagerly, and several times: unchanged, and on every rank as one process
-    would run them with the samples of all ranks. Gradients, updates, the state of layers and losses are compared; the
+    would run them with the samples of all ranks. Gradients, updates and the state of layers are compared; the
     training continues as if it had not been audited. Rank 0 prints the verdict.
 
     Raises:
@@ -136,6 +136,11 @@ class Audit(keras.callbacks.Callback):
             raise UsageError(
                 f"steps_per_execution is {model.steps_per_execution}; an audit needs single steps. Compile the model "
                 "with steps_per_execution=1."
+            )
+        if self.params.get("steps") is None:  # a rank whose data end would not take part
+            raise UsageError(
+                "the steps of an epoch are unknown; an audit needs as many on every rank. Give fit() steps_per_epoch "
+                "and data that repeat, or a data set of known length."
             )
         auditor.forget(model)
         plain = model.train_step

@@ -89,7 +89,7 @@ def test_any_words_on_the_command_line_are_answered(words: list[str]) -> None:
     """But for those that start a training."""
     leaves = {"-h", "--help"} & set(words)
     with pytest.raises(SystemExit) if leaves else contextlib.nullcontext():
-        assert exit_code_of(["train", "--print_config", *words]) in (0, UsageError.exit_code)
+        assert exit_code_of(["train", *words, "--print_config", "true"]) in (0, UsageError.exit_code)
 
 
 # --- A run directory of which anything may have become ---

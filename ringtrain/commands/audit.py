@@ -9,11 +9,10 @@ in one process with the samples of all ranks. The script ends after the last of 
 
 from __future__ import annotations
 
-import inspect
 import json
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,33 +83,12 @@ def audit_script(arguments: Sequence[str], world: World) -> int:
 def main(arguments: Sequence[str], world: World) -> int:
     """Run the script on this rank, and write the verdict."""
     options, rest = read(arguments, world)
-    import keras
-
-    from ringtrain.keras.auditing.recording import replaced
-    from ringtrain.keras.auditing.session import Audit, Auditor, watching_functions
+    from ringtrain.keras.auditing.session import Auditor, watching
 
     auditor = Auditor(options.steps, options.max_mebibytes)
-
-    def fit(plain: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(plain).bind(model, *args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        callbacks = given.pop("callbacks", None) or []
-        listed = getattr(callbacks, "callbacks", callbacks)
-        listed = listed if isinstance(listed, list | tuple) else [listed]
-        others = [callback for callback in listed if not isinstance(callback, Audit)]
-        audit = Audit()
-        audit.auditor, audit.raises = auditor, False
-        end = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: leave() if auditor.is_done else None
-        )
-        return plain(**given, callbacks=[*others, audit, end])
-
-    def leave() -> None:
-        raise SystemExit(0)
-
     sys.argv = [str(options.script), *rest]
     sys.path.insert(0, str(options.script.resolve().parent))
-    with replaced(keras.Model, "fit", fit), watching_functions(auditor, then=leave):
+    with watching(auditor, then=sys.exit):
         try:
             runpy.run_path(str(options.script), run_name="__main__")
         except SystemExit as end:
@@ -124,12 +102,11 @@ def write_verdict(auditor: Any, directory: Path) -> None:
     import horovod.tensorflow as hvd
 
     from ringtrain.files.atomic import replace_text
-    from ringtrain.keras.auditing.page import make_page
 
     if not (hvd.is_initialized() or auditor.results):
         raise UsageError("the script never calls ringtrain.keras.init(): each process trains its own model.")
     if not hvd.is_initialized() or hvd.rank() == 0:
         if auditor.results:
-            replace_text(directory / PAGE, make_page(auditor))
-        print("\n".join(["", *auditor.describe()]), flush=True)  # a progress bar ends in no new line
+            replace_text(directory / PAGE, auditor.to_page())
+        auditor.show()
         replace_text(directory / VERDICT, json.dumps(auditor.to_json(), indent=1))

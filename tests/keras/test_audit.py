@@ -18,7 +18,7 @@ import ringtrain
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
 from ringtrain.errors import ReplicasDifferError, UsageError
-from ringtrain.keras.auditing.session import Audit, Auditor, watching_functions
+from ringtrain.keras.auditing.session import Audit, Auditor, watching
 from tests.world.group import on_ranks
 from tests.world.processes import clean_environment, run_command
 
@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[str, Script]] = {
     "the same data": ("same samples", Script(seed=lambda: 10)),
     "a generator with one seed": ("same samples", Script(seed=lambda: 3, layers=lambda: [keras.layers.Dropout(0.5)])),
     "uneven batches": ("uneven batches", Script(samples=fewer_on_rank_1)),
-    "op=Sum": ("summed", Script(optimizer=lambda: distribute(op=hvd.Sum)())),
+    "op=Sum": ("summed", Script(optimizer=distribute(op=hvd.Sum))),
     "op=Sum with SGD": (
         "summed",
         Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)),
@@ -157,6 +157,14 @@ WRONG: dict[str, tuple[str, Script]] = {
         "local BatchNorm",
         Script(layers=lambda: [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]),
     ),
+    "accumulated gradients of uneven batches": (
+        "uneven batches",
+        Script(samples=fewer_on_rank_1, optimizer=distribute(backward_passes_per_step=2)),
+    ),
+    "accumulated gradients that are not averaged": (
+        "summed",
+        Script(optimizer=distribute(backward_passes_per_step=2, op=hvd.Sum)),
+    ),
     "a contrastive loss": (
         "loss across samples",
         Script(loss=lambda y, z: CROSS_ENTROPY(y, z) + 0.1 * tf.math.reduce_variance(z)),
@@ -176,13 +184,18 @@ RIGHT: dict[str, Script] = {
     "SGD": Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9))),
     "dropout": Script(layers=lambda: [keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.1)]),
     "SyncBatchNormalization": Script(layers=lambda: [hvd.SyncBatchNormalization()]),
-    "fp16": Script(optimizer=lambda: distribute(compression=hvd.Compression.fp16)()),
+    "fp16": Script(optimizer=distribute(compression=hvd.Compression.fp16)),
     "sums of a divided loss": Script(
-        loss=lambda y, z: CROSS_ENTROPY(y, z) / hvd.size(), optimizer=lambda: distribute(op=hvd.Sum)()
+        loss=lambda y, z: CROSS_ENTROPY(y, z) / hvd.size(), optimizer=distribute(op=hvd.Sum)
     ),
-    "predivided": Script(optimizer=lambda: distribute(gradient_predivide_factor=2.0)()),
-    "groups": Script(optimizer=lambda: distribute(groups=2)()),
+    "predivided": Script(optimizer=distribute(gradient_predivide_factor=2.0)),
+    "groups": Script(optimizer=distribute(groups=2)),
     "a tape": Script(optimizer=plain_sgd, model=Once),
+    "accumulated": Script(optimizer=distribute(backward_passes_per_step=2)),
+    "accumulated by a sum": Script(
+        optimizer=distribute(backward_passes_per_step=2, average_aggregated_gradients=False),
+        layers=lambda: [keras.layers.Dropout(0.5)],
+    ),
     "clipped": Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1))),
     "sample weights": Script(weights=True),
     "updates that rounding decides": Script(layers=lambda: [keras.layers.Reshape((4, 4)), Attention()]),
@@ -294,6 +307,32 @@ def test_a_loop_of_a_script_is_audited(collective: Collective, op: str) -> None:
 
 
 @on_ranks(2)
+def test_a_rank_that_leaves_the_loop_ends_the_audit(collective: Collective) -> None:
+    hvd.init()
+    random, layer = np.random.default_rng(hvd.rank()), keras.layers.Dense(CLASSES)
+    layer.build((None, FEATURES))
+    optimizer = keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(layer(x) - 1.0))
+        if not auditor.why_not:  # else it would wait for rank 1
+            tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, [v.value for v in layer.trainable_variables])
+        optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+
+    auditor = Auditor(4, 1)
+    with watching(auditor):
+        for number in range(2 if hvd.rank() == 1 else 4):
+            step(tf.constant(random.normal(size=(SAMPLES, FEATURES)), tf.float32))
+            if number == 0:
+                hvd.broadcast_variables([*layer.variables, *optimizer.variables], root_rank=0)
+    assert (len(auditor.results), auditor.passes) == (1, True)
+    assert hvd.rank() == 1 or auditor.why_not == "the script stopped training on rank 1"
+
+
+@on_ranks(2)
 def test_functions_that_do_not_train_are_left_alone(collective: Collective) -> None:
     """One that rank 0 alone calls, and the steps of two optimizers, each audited by itself."""
     hvd.init()
@@ -319,7 +358,7 @@ def test_functions_that_do_not_train_are_left_alone(collective: Collective) -> N
     steps = [make_step(*pair) for pair in zip(layers, optimizers, strict=True)]
     evaluate = tf.function(lambda x: tf.reduce_sum(layers[0](x)))
     auditor = Auditor(4, 1)
-    with watching_functions(auditor):
+    with watching(auditor):
         for number in range(4):
             x = tf.constant(random.normal(size=(SAMPLES, FEATURES)), tf.float32)
             for step in steps:
@@ -337,18 +376,19 @@ def test_functions_that_do_not_train_are_left_alone(collective: Collective) -> N
 def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
     hvd.init()
     for script, words in (
-        (Script(optimizer=lambda: distribute(backward_passes_per_step=2)()), "backward_passes_per_step is 2"),
-        (Script(optimizer=lambda: distribute(op=hvd.Adasum)()), "no counterpart in one process"),
+        (Script(optimizer=distribute(op=hvd.Adasum)), "no counterpart in one process"),
         (Script(layers=lambda: [Noise()]), "draws random numbers outside"),
     ):
         audit = Auditor(1, 1)
         fit(script, audit)
         assert words in audit.why_not
         assert "nothing was compared" in audit.describe()[0]
+    fit(Script(optimizer=distribute(backward_passes_per_step=4)), audit := Auditor(1, 1))
+    assert "no repeated step" in audit.describe()[0]  # six steps reduce once
     with pytest.raises(UsageError, match="steps is 0"):
         hvd.callbacks.Audit(steps=0)
     audit = Auditor(1, 1)
-    with watching_functions(audit):
+    with watching(audit):
         tf.function(lambda x: x + 1)(tf.ones([2]))
     assert audit.results == []
 
@@ -374,13 +414,27 @@ def test_ranks_that_would_wait_for_each_other_are_refused(collective: Collective
         model.fit(data, verbose=0, callbacks=[hvd.callbacks.Audit()])
 
 
+@on_ranks(2)
+def test_a_logged_loss_of_other_samples_is_a_note(collective: Collective) -> None:
+    """The loss is divided by the ranks, and gradients are summed."""
+    fit(RIGHT["sums of a divided loss"], audit := Auditor(1, 1))
+    assert [cause.name for cause in audit.find_causes()] == ["logged loss"]
+    fit(Script(), audit := Auditor(1, 1))
+    assert audit.find_causes() == []
+
+
 @on_ranks(1)
-def test_one_rank_is_refused(collective: Collective) -> None:
+def test_one_rank_and_elastic_runs_are_refused(collective: Collective) -> None:
     hvd.init()
     with pytest.raises(UsageError, match="the only one"), hvd.audit():
         pass
     with pytest.raises(UsageError, match="the only one"):
         fit(Script(), Auditor(1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_ELASTIC", "1")
+        patch.setattr(horovod.tensorflow, "size", lambda: 2)
+        with pytest.raises(UsageError, match="does not support elastic runs"), hvd.audit():
+            pass
 
 
 @pytest.fixture

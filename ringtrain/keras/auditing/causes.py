@@ -10,12 +10,12 @@ import numpy as np
 
 from ringtrain.messages.ranks import name_ranks
 
-Facts = Sequence[Mapping[str, Any]]  # of each rank, by ``audit_step``
+Facts = Sequence[Mapping[str, Any]]  # of each rank, by ``compare``
 TOLERANCE, HALF_TOLERANCE = 1e-4, 3e-2  # relative; of half-precision values or messages
 NOISE_FACTOR, MAX_NOISE = 10.0, 1e-2  # times what another order of the samples changes; random numbers exceed it
 MANY_DUPLICATES = 0.2  # of a batch
 MAX_NAMED = 3
-COMPARED = {"difference": "gradients", "update": "updates", "state": "state of layers"}
+COMPARED = {"gradient": "gradients", "update": "updates", "state": "state of layers"}
 
 
 class Cause(NamedTuple):
@@ -45,17 +45,11 @@ def find_differences(facts: Facts) -> list[Difference]:
 
 
 def differences_of(facts: Facts, kind: str) -> Iterator[Difference]:
+    most = MAX_NOISE if kind == "gradient" else np.inf  # an optimizer may amplify rounding
     for its in facts:
-        if kind == "state":
-            rows = [(name, value, its["state_rounding"][name]) for name, value in its["state"].items()]
-        else:
-            noise = "rounding" if kind == "difference" else "update_rounding"
-            rows = [(each["name"], each[kind], each[noise]) for each in its["variables"]]
-        for index, (name, value, rounding) in enumerate(rows):
-            most = MAX_NOISE if kind == "difference" else np.inf  # an optimizer may amplify rounding
-            yield Difference(
-                COMPARED[kind], value, max(tolerance_of(facts), min(NOISE_FACTOR * rounding, most)), index, name
-            )
+        for index, row in enumerate(its["state" if kind == "state" else "variables"]):
+            allowed = max(tolerance_of(facts), min(NOISE_FACTOR * row[f"{kind}_rounding"], most))
+            yield Difference(COMPARED[kind], row[kind], allowed, index, row["name"])
 
 
 def tolerance_of(facts: Facts) -> float:
@@ -64,15 +58,12 @@ def tolerance_of(facts: Facts) -> float:
 
 def find_causes(facts: Facts) -> list[Cause]:
     """Return the causes that the facts show, most likely first; those of a right step are notes."""
-    wrong = sorted({each.position for each in differences_of(facts, "difference") if not each.passes})
-    causes = [*of_samples(facts), *of_reduction(facts, wrong)]
+    wrong = sorted({each.position for each in differences_of(facts, "gradient") if not each.passes})
+    causes = list(of_samples(facts))
     # Each further test supposes that the earlier ones have found nothing.
-    for find in (of_rates, of_starts, of_weights, of_loss):
-        if not any(cause.is_wrong for cause in causes):
+    for find in (of_reduction, of_rates, of_starts, of_weights, of_samples_of_others, of_unknown, of_loss):
+        if find is of_reduction or not any(cause.is_wrong for cause in causes):
             causes += find(facts, wrong)
-    if not any(cause.is_wrong for cause in causes) and any(not each.passes for each in find_differences(facts)):
-        where = f" of {_list(_names(facts, wrong))}" if wrong else ""
-        causes.append(Cause("unknown", f"The values{where} differ from those of one process; the cause is unknown."))
     if facts[0]["compression"]:
         causes.append(Cause("compression", "Gradients are sent as float16: about 3 decimal digits.", is_wrong=False))
     return causes
@@ -84,16 +75,15 @@ def of_samples(facts: Facts) -> Iterator[Cause]:
     num_shared = sum(count > 1 for count in counts.values())
     if not num_shared or min(own) <= 1 - MANY_DUPLICATES:  # the data repeat themselves
         return
-    share = num_shared / len(counts)
-    if share >= MANY_DUPLICATES:
-        yield Cause(
-            "same samples",
-            f"Ranks train on the same samples: {share:.0%} of those of this step are on several ranks. Give each rank "
-            "its own, such as by dataset.shard(hvd.size(), hvd.rank()) before shuffle and batch.",
-        )
-    else:
+    if num_shared / len(counts) < MANY_DUPLICATES:
         words = f"{num_shared} of {len(counts)} samples are on several ranks, which may shuffle the same data."
         yield Cause("some same samples", words, is_wrong=False)
+        return
+    yield Cause(
+        "same samples",
+        f"Ranks train on the same samples: {num_shared / len(counts):.0%} of those of this step are on several ranks. "
+        "Give each rank its own, such as by dataset.shard(hvd.size(), hvd.rank()) before shuffle and batch.",
+    )
 
 
 def of_reduction(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
@@ -110,21 +100,20 @@ def of_reduction(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
     if left and optimizers:
         yield Cause(
             "optimizer not distributed",
-            f"The optimizer {', '.join(optimizers)} applies gradients that are not reduced "
-            f"({_list(_names(facts, left))}). Wrap it: hvd.DistributedOptimizer(optimizer), or take its gradients from "
-            "hvd.DistributedGradientTape.",
+            f"The optimizer {', '.join(optimizers)} applies gradients that are not reduced ({_names(facts, left)}). "
+            "Wrap it: hvd.DistributedOptimizer(optimizer), or take its gradients from hvd.DistributedGradientTape.",
         )
     elif left:
         yield Cause(
             "not reduced",
-            f"The gradients of {_list(_names(facts, left))} are not reduced. Pass them to the distributed optimizer or "
-            "tape together with the others.",
+            f"The gradients of {_names(facts, left)} are not reduced. Pass them to the distributed optimizer or tape "
+            "together with the others.",
         )
     rest = [index for index in wrong if index not in left]
-    if different := [index for index in rest if len({of_rank[index]["gradient"] for of_rank in rows}) > 1]:
+    if different := [index for index in rest if len({of_rank[index]["bits"] for of_rank in rows}) > 1]:
         yield Cause(
             "different gradients",
-            f"The ranks apply different gradients of {_list(_names(facts, different))}: they were changed after the "
+            f"The ranks apply different gradients of {_names(facts, different)}: they were changed after the "
             "reduction, or only some ranks reduced them.",
         )
 
@@ -155,7 +144,8 @@ def of_weights(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
         yield Cause(
             "summed",
             f"Gradients are {size} times those of one process: they are summed, and the loss is a mean over a rank's "
-            "samples. Leave out op=hvd.Sum, or divide the loss by hvd.size() in the step.",
+            "samples. Leave out op=hvd.Sum, or divide the loss by hvd.size() in the step (dividing by a number that "
+            "was computed before is right, and cannot be told from this mistake).",
         )
     elif abs(factor * size - 1) < 0.1:
         yield Cause(
@@ -173,18 +163,16 @@ def of_weights(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
         )
 
 
-def of_loss(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
+def of_samples_of_others(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
     norms = facts[0]["norms"]
-    if not wrong:
-        return
-    if norms and max(its["without_norms"] for its in facts) <= 10 * tolerance_of(facts):
-        moved = max((value for its in facts for value in its["state"].values()), default=0.0)
+    if wrong and norms and max(its["without_norms"] for its in facts) <= 10 * tolerance_of(facts):
+        moved = max((row["state"] for its in facts for row in its["state"]), default=0.0)
         yield Cause(
             "local BatchNorm",
             f"BatchNormalization ({_list(norms)}) normalises by each rank's samples alone; its moving statistics are "
             f"{moved:.2g} away from those of the whole batch. hvd.SyncBatchNormalization takes those of all ranks.",
         )
-    elif max(facts[0]["variables"][index]["of_weighted"] for index in wrong) > tolerance_of(facts):
+    elif wrong and max(facts[0]["variables"][index]["of_weighted"] for index in wrong) > tolerance_of(facts):
         yield Cause(
             "loss across samples",
             "The gradient of the whole batch is not the mean of those of the ranks' samples: the loss of a sample "
@@ -193,13 +181,24 @@ def of_loss(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
         )
 
 
-def notes_of(facts: Facts) -> list[str]:
-    drawing = facts[0]["drawing"]
-    return [f"dropout and noise ({_list(drawing)}) are off: their draws differ by rank"] if drawing else []
+def of_unknown(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
+    if any(not each.passes for each in find_differences(facts)):
+        where = f" of {_names(facts, wrong)}" if wrong else ""
+        yield Cause("unknown", f"The values{where} differ from those of one process; the cause is unknown.")
 
 
-def _names(facts: Facts, indices: Sequence[int]) -> list[str]:
-    return [facts[0]["variables"][index]["name"] for index in indices]
+def of_loss(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
+    losses = [its["losses"] for its in facts]
+    if any(None in of_rank for of_rank in losses):
+        return
+    mean, right = float(np.mean([mine for mine, _ in losses])), losses[0][1]
+    if abs(mean - right) > 10 * tolerance_of(facts) * max(abs(right), abs(mean)):
+        words = f"The loss is {mean:.6g} in the mean over ranks, and {right:.6g} in one process; weights do not differ."
+        yield Cause("logged loss", words, is_wrong=False)
+
+
+def _names(facts: Facts, indices: Sequence[int]) -> str:
+    return _list([facts[0]["variables"][index]["name"] for index in indices])
 
 
 def _list(names: Sequence[str]) -> str:

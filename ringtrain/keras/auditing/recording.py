@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import horovod.tensorflow as hvd
 import keras
@@ -15,12 +17,14 @@ import tensorflow as tf
 
 from ringtrain.collectives.context import alone
 from ringtrain.keras.distributed import Distributed
-from ringtrain.keras.exchange import Exchange, Settings, variable_key
+from ringtrain.keras.exchange import Exchange, variable_key
 from ringtrain.keras.guards import read_rate
 
 Plain = Callable[..., Any]  # a replaced method
+NAMES = ("LossScaleOptimizer", "MultiOptimizer")  # optimizers around others; the second since Keras 3.15
+OUTER = tuple(getattr(keras.optimizers, name) for name in NAMES if hasattr(keras.optimizers, name))
 # In one process, a sum, mean or gather over ranks is the value itself.
-COLLECTIVES_OF_ONE = {
+COLLECTIVES_OF_ONE: dict[str, Any] = {
     "size": lambda: 1,
     "rank": lambda: 0,
     "allreduce": lambda tensor, *args, **kwargs: tensor,
@@ -31,26 +35,37 @@ COLLECTIVES_OF_ONE = {
 
 @dataclass
 class Recording:
-    """One call of a step; mappings are by key of variable."""
+    """Calls of a step until it reduces; mappings are by key of variable."""
 
     variables: dict[Hashable, Any] = field(default_factory=dict)  # whose gradients were reduced or applied
     written: dict[Hashable, Any] = field(default_factory=dict)
     local: dict[Hashable, Any] = field(default_factory=dict)  # this rank's gradients, before their reduction
     applied: dict[Hashable, Any] = field(default_factory=dict)  # gradients that an optimizer got
-    settings: list[Settings] = field(default_factory=list)
-    passes: int = 1  # of backward_passes_per_step
+    exchanges: list[Exchange] = field(default_factory=list)
     has_own_layers: bool = False  # PartialDistributedOptimizer
     not_distributed: list[str] = field(default_factory=list)  # optimizers
-    optimizers: dict[int, Any] = field(default_factory=dict)
+    optimizers: list[Any] = field(default_factory=list)
     loss_scale: float = 1.0
     models: dict[int, keras.Model] = field(default_factory=dict)
     rates: list[float | None] = field(default_factory=list)  # of each update
-    num_updates: int = 0  # of the optimizer with the most
+    updates: collections.Counter[int] = field(default_factory=collections.Counter)  # by optimizer
     is_in_graph: bool = False
+
+    @property
+    def num_updates(self) -> int:
+        return max(self.updates.values(), default=0)
+
+    @property
+    def passes(self) -> int:
+        return max((each.accumulation.passes for each in self.exchanges if each.accumulation), default=1)
+
+    @property
+    def is_between_passes(self) -> bool:
+        return any(not each.accumulation.is_complete() for each in self.exchanges if each.accumulation)
 
     def all_variables(self) -> dict[Hashable, Any]:
         """Return all that a step may change."""
-        slots = [variable for optimizer in self.optimizers.values() for variable in optimizer.variables]
+        slots = [variable for optimizer in self.optimizers for variable in optimizer.variables]
         return self.variables | self.written | {variable_key(variable): variable for variable in slots}
 
     def layers(self) -> list[keras.layers.Layer]:
@@ -61,55 +76,47 @@ class Recording:
             return "the step runs in a graph although functions run eagerly, such as in a map or a while_loop"
         if self.num_updates > 1:
             return f"an optimizer updates {self.num_updates} times in one call of the step"
-        if self.passes > 1:
-            return f"backward_passes_per_step is {self.passes}, and not every step reduces gradients"
         if self.has_own_layers:
             return "it has local layers, which differ between ranks"
-        if any(each.op == hvd.Adasum or each.process_set != hvd.global_process_set for each in self.settings):
+        settings = [each.settings for each in self.exchanges]
+        if any(each.op == hvd.Adasum or each.process_set != hvd.global_process_set for each in settings):
             return "op=hvd.Adasum and process sets have no counterpart in one process"
         return ""
 
 
 @contextlib.contextmanager
-def recording(*, is_one_process: bool = False) -> Iterator[Recording]:
+def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[None]:
     """Record until the end of the block. ``is_one_process``: communicate nothing, as if there was one rank."""
-    record = Recording()
-    counts: dict[int, int] = {}
 
     def reduce(plain: Plain, exchange: Exchange, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+        record.variables |= {variable_key(variable): variable for variable in variables}
+        record.exchanges.append(exchange)
+        return plain(exchange, gradients, variables)
+
+    def reduce_now(plain: Plain, exchange: Exchange, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+        factor = 1 / exchange.accumulation.passes if exchange.accumulation and exchange.accumulation.averages else 1.0
         for gradient, variable in zip(gradients, variables, strict=True):
-            key = variable_key(variable)
-            record.variables[key] = variable
-            if gradient is not None and key not in record.local:  # an optimizer may pass on a tape's gradients
-                record.local[key] = gradient
+            # An optimizer may pass on a tape's gradients.
+            record.local.setdefault(variable_key(variable), tf.convert_to_tensor(gradient) * factor)
             record.has_own_layers |= exchange.is_local(variable)
-        record.settings.append(exchange.settings)
-        record.passes = max(record.passes, exchange.accumulation.passes if exchange.accumulation else 1)
         return list(gradients) if is_one_process else plain(exchange, gradients, variables)
 
     def apply(plain: Plain, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        record.optimizers.append(optimizer)
+        if isinstance(optimizer, OUTER):
+            if hasattr(optimizer, "dynamic_scale"):
+                record.loss_scale = float(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
+            return plain(optimizer, grads, trainable_variables)
         given = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        keys = [variable_key(variable) for variable in given]
         record.is_in_graph |= not tf.executing_eagerly()
         record.rates.append(read_rate(optimizer) if tf.executing_eagerly() else None)
-        counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
-        record.num_updates = max(counts.values())
-        keys = [variable_key(variable) for variable in given]
+        record.updates[id(optimizer)] += 1
         record.variables |= dict(zip(keys, given, strict=True))
         record.applied |= {key: gradient for key, gradient in zip(keys, grads, strict=True) if gradient is not None}
         if not (isinstance(optimizer, Distributed) or any(key in record.local for key in keys)):
             record.not_distributed.append(f"{optimizer.name} ({type(optimizer).__name__})")
-        record.optimizers[id(optimizer)] = optimizer
         return plain(optimizer, grads, trainable_variables)
-
-    def apply_outer(plain: Plain, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """LossScaleOptimizer and MultiOptimizer, around others."""
-        record.optimizers[id(optimizer)] = optimizer
-        if hasattr(optimizer, "dynamic_scale"):
-            record.loss_scale = float(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
-        for inner in [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", [])]:
-            if inner is not None:
-                record.optimizers[id(inner)] = inner
-        return plain(optimizer, *args, **kwargs)
 
     def call(plain: Plain, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(layer, keras.Model):
@@ -121,52 +128,32 @@ def recording(*, is_one_process: bool = False) -> Iterator[Recording]:
         return plain(variable, *args, **kwargs)
 
     variable_class = next(each for each in type(tf.Variable(0.0)).__mro__ if "assign" in vars(each))
-    names = ("LossScaleOptimizer", "MultiOptimizer")  # the second since Keras 3.15
-    outer = [getattr(keras.optimizers, name) for name in names if hasattr(keras.optimizers, name)]
-    patches: list[tuple[Any, str, Plain]] = [
-        (Exchange, "reduce", reduce),
-        (keras.optimizers.Optimizer, "apply", apply),
-        *((optimizer_class, "apply", apply_outer) for optimizer_class in outer),
-        (keras.layers.Layer, "__call__", call),
-        *((variable_class, name, assign) for name in ("assign", "assign_add", "assign_sub")),
-    ]
     with contextlib.ExitStack() as stack:
-        for owner, name, around in patches:
-            stack.enter_context(replaced(owner, name, around))
+        patches: list[tuple[Any, str, Plain]] = [
+            (Exchange, "reduce", reduce),
+            (Exchange, "_reduce_now", reduce_now),
+            *((each, "apply", apply) for each in (keras.optimizers.Optimizer, *OUTER)),
+            (keras.layers.Layer, "__call__", call),
+            *((variable_class, name, assign) for name in ("assign", "assign_add", "assign_sub")),
+        ]
+        for patch in patches:
+            stack.enter_context(replaced(*patch))
         if is_one_process:
-            stack.enter_context(without_ranks())
-        yield record
-
-
-@contextlib.contextmanager
-def without_ranks() -> Iterator[None]:
-    """Let the script see one rank until the end of the block."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(alone())
-        for interface in (hvd, sys.modules[__name__.partition(".auditing")[0]]):
-            for name, value in COLLECTIVES_OF_ONE.items():
-                stack.callback(setattr, interface, name, getattr(interface, name))
-                setattr(interface, name, value)
+            stack.enter_context(alone())
+            for interface in (hvd, sys.modules[__name__.partition(".auditing")[0]]):
+                stack.enter_context(mock.patch.multiple(interface, **COLLECTIVES_OF_ONE))
         yield
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method by ``around(plain, self, ...)`` until the end of the block."""
-    is_own, plain = name in vars(owner), getattr(owner, name)
+def replaced(owner: Any, name: str, around: Plain) -> Any:
+    """Replace a method by ``around(plain, self, ...)`` until the end of a block."""
+    plain = getattr(owner, name)
 
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(plain, self, *args, **kwargs)
 
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, plain)
-        else:
-            delattr(owner, name)
+    return mock.patch.object(owner, name, method)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,26 +13,40 @@ import keras
 import tensorflow as tf
 
 from ringtrain.errors import ReplicasDifferError, UsageError
-from ringtrain.keras.auditing.causes import Cause, Facts, find_causes, find_differences, notes_of
+from ringtrain.keras.auditing.causes import Cause, Facts, find_causes, find_differences
 from ringtrain.keras.auditing.recording import Recording, eagerly, recording, replaced
-from ringtrain.keras.auditing.step import NotAuditedError, audit_step
-from ringtrain.keras.collective import is_elastic, require_init
+from ringtrain.keras.auditing.step import Batch, NotAuditedError, Trial, Values, agree, compare, read_values
+from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
 
 DEFAULT_STEPS, DEFAULT_MEBIBYTES = 3, 1024
 NOT_COMPARED = "graphs and XLA (the audited steps run eagerly), later steps, evaluation, saved models and speed"
+COLUMNS = ("name", "gradient", "gradient_rounding", "update", "factor", "is_reduced")
+
+
+class Watched:
+    """A step of a script, of a function or model: its calls until gradients are reduced."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner  # kept, for its id
+        self.known: Recording | None = None  # of the first calls, which show the variables
+        self.start()
+
+    def start(self) -> None:
+        self.record, self.batches = Recording(), list[Batch]()
+        self.before: Values = {}
 
 
 class Auditor:
-    """Audits the calls of a step after its first one, which shows the variables."""
+    """Audits the calls of a step after the first ones."""
 
-    def __init__(self, steps: int, max_mebibytes: int) -> None:
+    def __init__(self, steps: int = DEFAULT_STEPS, max_mebibytes: int = DEFAULT_MEBIBYTES) -> None:
         for name, value in (("steps", steps), ("max_mebibytes", max_mebibytes)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name} is {value!r}; it must be a whole number, at least 1.")
         self.steps, self._max_bytes = steps, max_mebibytes * 2**20
         self.results: list[Facts] = []
         self.why_not = ""
-        self._known: dict[int, tuple[Any, Recording]] = {}  # by function or model, which is kept
+        self._watched: dict[int, Watched] = {}
         self._is_in_step = False
 
     @property
@@ -39,33 +54,56 @@ class Auditor:
         return len(self.results) >= self.steps or bool(self.why_not)
 
     def forget(self, owner: Any) -> None:
-        self._known.pop(id(owner), None)
+        self._watched.pop(id(owner), None)
 
     def call(self, owner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a step of the script, of a function or model. Collective if its first call reduced gradients."""
-        _, known = self._known.get(id(owner), (None, None))
-        if self._is_in_step or self.is_done or (known is not None and not known.variables):
+        watched = self._watched.setdefault(id(owner), Watched(owner))
+        if self._is_in_step or self.is_done or (watched.known and not watched.known.variables):
             return step(*args, **kwargs)
         self._is_in_step = True
         try:
             with eagerly():
-                if known is None:
-                    with recording() as record:
-                        returned = step(*args, **kwargs)
-                    record.local.clear()
-                    record.applied.clear()
-                    self._known[id(owner)] = owner, record
-                    return returned
-                try:
-                    returned, facts = audit_step(step, (args, kwargs), known, max_bytes=self._max_bytes)
-                except NotAuditedError as error:
-                    self.why_not = str(error)
-                    return step(*args, **kwargs) if error.returned is None else error.returned[0]
-                if facts:
-                    self.results.append(facts)
-                return returned
+                return self._call(watched, step, (args, kwargs))
         finally:
             self._is_in_step = False
+
+    def _call(self, watched: Watched, step: Callable[..., Any], arguments: Any) -> Any:
+        args, kwargs = arguments
+        known, batch = watched.known, Batch(arguments)
+        try:
+            if known:
+                agree(ProcessSetCollective(), known, batch, self._max_bytes)
+                watched.before = watched.before or read_values(known.all_variables())
+        except NotAuditedError as error:
+            self.why_not = str(error)
+            return step(*args, **kwargs)
+        with recording(watched.record):
+            returned = step(*args, **kwargs)
+        watched.batches.append(batch)
+        if watched.record.is_between_passes:
+            return returned
+        if known:
+            real = Trial(watched.record, watched.before, read_values(known.all_variables()), returned)
+            try:
+                facts = compare(ProcessSetCollective(), step, watched.batches, known, real)
+                self.results += [facts] if facts else []
+            except NotAuditedError as error:
+                self.why_not = str(error)
+        else:
+            watched.known = watched.record
+            watched.known.local, watched.known.applied = {}, {}  # free their memory
+        watched.start()
+        return returned
+
+    def end(self) -> None:
+        """End the audit before its last step. Collective with the steps of ranks that continue."""
+        for watched in () if self.is_done or not hvd.is_initialized() else self._watched.values():
+            if watched.known and watched.known.variables:
+                with contextlib.suppress(NotAuditedError):
+                    why_not = f"the script stopped training on rank {hvd.rank()}"
+                    agree(ProcessSetCollective(), watched.known, Batch(()), self._max_bytes, why_not)
+                return
 
     def find_causes(self) -> list[Cause]:
         """Return each cause once, of the step that shows it first."""
@@ -89,7 +127,8 @@ class Auditor:
             word = "equal within" if worst.passes else "DIFFERENT by"
             lines.append(f"  {worst.kind}: {word} {worst.value:.1e} (tolerance {worst.tolerance:.0e}), {worst.name}")
         lines += [f"  {'cause' if cause.is_wrong else 'note'}: {cause.words}" for cause in self.find_causes()]
-        lines += [f"  note: {note}" for note in notes_of(ranks)]
+        if drawing := ranks[0]["drawing"]:
+            lines.append(f"  note: dropout and noise ({', '.join(drawing)}) are off: their draws differ by rank")
         lines.append(f"  not compared: {NOT_COMPARED}")
         if len(self.results) < self.steps:
             lines.append(f"  ended before {self.steps} steps: {self.why_not or 'the script stopped training'}")
@@ -97,17 +136,35 @@ class Auditor:
         return [*lines, f"{verdict} what one process would train on their samples together"]
 
     def to_json(self) -> dict[str, Any]:
+        differences = [find_differences(facts) for facts in self.results]
         return {
             "passes": self.passes,
             "steps": len(self.results),
             "why_not": self.why_not,
             "causes": [cause._asdict() for cause in self.find_causes()],
-            "differences": [
-                [{**each._asdict(), "passes": each.passes} for each in find_differences(facts)]
-                for facts in self.results
-            ],
+            "differences": [[{**each._asdict(), "passes": each.passes} for each in row] for row in differences],
             "variables": [facts[0]["variables"] for facts in self.results],
         }
+
+    def to_page(self) -> str:
+        """Return HTML of the verdict and of the variables in the first step, the most different first."""
+        rows = sorted(self.results[0][0]["variables"], key=lambda row: -row["gradient"])
+        shown = [
+            [f"{row[name]:.2g}" if isinstance(row[name], float) else row[name] for name in COLUMNS] for row in rows
+        ]
+        table = [[name.replace("_", " ") for name in COLUMNS], *shown]
+        cells = ["".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in table]
+        return (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Audit</title>'
+            "<style>body {font-family: sans-serif; margin: 2em} pre {white-space: pre-wrap} td {padding: 0.2em 1em}"
+            f"</style><pre>{html.escape(chr(10).join(self.describe()))}</pre>"
+            "<p>First audited step, rank 0: differences by Euclidean length, relative to one process with the samples "
+            "of all ranks; rounding: by the reverse order of the samples; factor: ratio to one process.</p>"
+            f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table></html>"
+        )
+
+    def show(self) -> None:
+        print("\n".join(["", *self.describe()]), flush=True)  # a progress bar ends in no new line
 
 
 class Audit(keras.callbacks.Callback):
@@ -124,7 +181,8 @@ class Audit(keras.callbacks.Callback):
     def __init__(self, steps: int = DEFAULT_STEPS, *, max_mebibytes: int = DEFAULT_MEBIBYTES) -> None:
         """``max_mebibytes``: limit for the samples of all ranks, which each rank gathers and computes with."""
         super().__init__()
-        self.auditor, self.raises = Auditor(steps, max_mebibytes), True
+        self.auditor = Auditor(steps, max_mebibytes)
+        self.then: Callable[[], None] = lambda: conclude(self.auditor)
         self._settings: dict[str, Any] | None = None  # of the model before
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -144,11 +202,8 @@ class Audit(keras.callbacks.Callback):
             )
         auditor.forget(model)
         plain = model.train_step
-        self._settings = {
-            "train_step": vars(model).get("train_step"),
-            "run_eagerly": model.run_eagerly,
-            "jit_compile": model.jit_compile,
-        }
+        names = ("run_eagerly", "jit_compile")
+        self._settings = {"train_step": vars(model).get("train_step")} | {name: getattr(model, name) for name in names}
         model.train_step = lambda data: auditor.call(model, plain, data)
         model.run_eagerly, model.jit_compile = True, False
         model.make_train_function(force=True)
@@ -158,20 +213,18 @@ class Audit(keras.callbacks.Callback):
             self.on_train_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self.restore() and self.raises:
-            conclude(self.auditor)
+        if self.restore():
+            self.then()
 
     def restore(self) -> bool:
         """Give the model its own settings, also after an exception; False if it has them."""
         settings, self._settings = self._settings, None
         if settings is None:
             return False
-        if (own := settings.pop("train_step")) is None:
-            del self.model.train_step
-        else:
-            self.model.train_step = own
+        del self.model.train_step
         for name, value in settings.items():
-            setattr(self.model, name, value)
+            if value is not None:
+                setattr(self.model, name, value)
         self.model.test_function = self.model.predict_function = None  # made during the audit, they would run eagerly
         self.model.make_train_function(force=True)
         return True
@@ -179,24 +232,23 @@ class Audit(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def audit(steps: int = DEFAULT_STEPS, *, max_mebibytes: int = DEFAULT_MEBIBYTES) -> Iterator[None]:
-    """Audit steps of a custom loop in this block, as ``callbacks.Audit`` does in ``fit``.
+    """Audit the steps of a script in this block: custom loops as ``callbacks.Audit`` does ``fit``, and ``fit``.
 
-    A step is a call of a ``tf.function`` that updates weights once; its tensors are samples.
+    A step of a custom loop is a call of a ``tf.function`` that updates weights once; its tensors are samples.
 
     Raises:
         ReplicasDifferError: the ranks do not train what one process would.
     """
     require_ranks("audit")
     mine = Auditor(steps, max_mebibytes)
-    with watching_functions(mine):
+    with watching(mine):
         yield
     conclude(mine)
 
 
 @contextlib.contextmanager
-def watching_functions(auditor: Auditor, *, then: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Pass calls of functions through the audit; call ``then`` when it is done."""
-    function_class = type(tf.function(lambda: None))
+def watching(auditor: Auditor, *, then: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Pass all steps through the audit; call ``then`` when it is done."""
 
     def call(plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         if auditor.is_done or not tf.executing_eagerly():
@@ -206,8 +258,25 @@ def watching_functions(auditor: Auditor, *, then: Callable[[], None] = lambda: N
             then()
         return returned
 
-    with replaced(function_class, "__call__", call):
-        yield
+    def create(plain: Callable[..., Any], callback_list: Any, *args: Any, **kwargs: Any) -> None:
+        plain(callback_list, *args, **kwargs)
+        others = [callback for callback in callback_list.callbacks if not isinstance(callback, Audit)]
+        mine = Audit()
+        mine.auditor, mine.then = auditor, lambda: then() if auditor.is_done else None
+        mine.set_model(callback_list.model)
+        mine.set_params(callback_list.params)
+        added.append(mine)
+        callback_list.callbacks[:] = [*others, mine]
+
+    added: list[Audit] = []
+    function_class = type(tf.function(lambda: None))
+    with replaced(function_class, "__call__", call), replaced(keras.callbacks.CallbackList, "__init__", create):
+        try:
+            yield
+        finally:
+            for callback in added:
+                callback.restore()
+    auditor.end()
 
 
 def require_ranks(what: str) -> None:
@@ -218,12 +287,12 @@ def require_ranks(what: str) -> None:
         raise UsageError(f"{what} does not support elastic runs. Start the script without --min-np.")
 
 
-def conclude(mine: Auditor) -> None:
+def conclude(auditor: Auditor) -> None:
     """Print the verdict; raise if the ranks do not train as one process."""
     if hvd.rank() == 0:
-        print("\n".join(["", *mine.describe()]), flush=True)  # a progress bar ends in no new line
-    if mine.results and not mine.passes:
-        causes = ", ".join(cause.name for cause in mine.find_causes() if cause.is_wrong)
+        auditor.show()
+    if auditor.results and not auditor.passes:
+        causes = ", ".join(cause.name for cause in auditor.find_causes() if cause.is_wrong)
         raise ReplicasDifferError(
             f"the ranks do not train what one process would train ({causes}); the audit above says more.", reach="run"
         )

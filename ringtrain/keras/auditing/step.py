@@ -1,10 +1,9 @@
-"""One audited step: run unchanged, then by each rank as one process with the samples of all ranks."""
+"""Compare an audited step with that of one process, which every rank computes with the samples of all."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -15,7 +14,6 @@ from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.guard.layers import draws
 from ringtrain.guard.replicas import hash_bits
 from ringtrain.keras.auditing.recording import Recording, recording, replaced
-from ringtrain.keras.collective import ProcessSetCollective
 from ringtrain.keras.exchange import COMPRESSIONS, variable_key
 from ringtrain.run.variables import is_seed_state
 
@@ -28,15 +26,7 @@ HUGE = 1e30  # NaN and infinity
 
 
 class NotAuditedError(Exception):
-    """Reason why a step cannot be compared, the same on all ranks.
-
-    Attributes:
-        returned: by the step; None if it has not run.
-    """
-
-    def __init__(self, reason: str, returned: tuple[Any] | None = None) -> None:
-        super().__init__(reason)
-        self.returned = returned
+    """Reason why a step cannot be compared, the same on all ranks."""
 
 
 class Batch:
@@ -63,11 +53,9 @@ class Batch:
 
     def hashes(self) -> list[str]:
         """Return one per sample."""
-        rows = [np.asarray(tensor) for tensor in self.samples]
-        return [
-            hashlib.blake2b(b"".join(row[number].tobytes() for row in rows), digest_size=8).hexdigest()
-            for number in range(self.count)
-        ]
+        columns = [np.asarray(tensor) for tensor in self.samples]
+        rows = (b"".join(column[number].tobytes() for column in columns) for number in range(self.count))
+        return [hashlib.blake2b(row, digest_size=8).hexdigest() for row in rows]
 
     def arguments_with(self, samples: Sequence[tf.Tensor]) -> Any:
         leaves = list(self._leaves)
@@ -77,159 +65,176 @@ class Batch:
 
 
 class Trial(NamedTuple):
-    """A step that was run, with the values of the variables after it."""
+    """A step that was run."""
 
     record: Recording
+    before: Values
     after: Values
+    returned: Any
 
     def gradient(self, key: Any) -> np.ndarray:
         """Applied; zeros if none was."""
         given = self.record.applied.get(key)
         return np.zeros_like(self.after[key]) if given is None else np.asarray(tf.convert_to_tensor(given))
 
+    def update(self, key: Any) -> np.ndarray:
+        return self.after[key] - self.before[key]
 
-def audit_step(
-    step: Callable[..., Any], arguments: Any, known: Recording, *, max_bytes: int
-) -> tuple[Any, list[dict[str, Any]]]:
-    """Run a step of the script, and compare it. Collective.
+    def loss(self) -> float | None:
+        """Logged by ``fit`` for this step, or returned by it as a number; None if neither."""
+        metrics = [each for model in self.record.models.values() for each in model.metrics if each.name == "loss"]
+        for metric in (each for each in metrics if isinstance(each, keras.metrics.Mean)):
+            total, count = variable_key(metric.total), variable_key(metric.count)
+            if total in self.before and self.update(count):
+                return float(self.update(total) / self.update(count))
+        is_number = isinstance(self.returned, tf.Tensor) and self.returned.dtype.is_floating
+        return float(self.returned) if is_number and not self.returned.ndim else None
 
-    Args:
-        step: called with ``arguments``, a tuple and a mapping.
-        known: a recording of its first call.
 
-    Returns:
-        What the step returned, and facts of all ranks for ``find_causes``; no facts if it updated nothing.
-
-    Raises:
-        NotAuditedError: on all ranks.
-    """
-    collective, batch = ProcessSetCollective(), Batch(arguments)
-    why_not = known.why_not_audited() or batch.why_not_audited()
-    mine = [why_not, batch.count, batch.num_bytes(), batch.kinds()]
-    reasons, counts, sizes, kinds = zip(*all_gather_object(collective, mine, name="audit/batches"), strict=True)
+def agree(collective: Collective, known: Recording, batch: Batch, max_bytes: int, why_not: str = "") -> None:
+    """Raise NotAuditedError on all ranks if one's batch cannot be compared. Collective."""
+    why_not = why_not or known.why_not_audited() or batch.why_not_audited()
+    mine = [why_not, known.passes * batch.num_bytes(), batch.kinds()]
+    reasons, sizes, kinds = zip(*all_gather_object(collective, mine, name="audit/batches"), strict=True)
     if reason := next(filter(None, reasons), ""):
         raise NotAuditedError(reason)
     if len(set(map(str, kinds))) > 1:
         raise NotAuditedError(f"the ranks' inputs differ in type or shape ({kinds[0]}, {kinds[-1]})")
     if sum(sizes) > max_bytes:
-        raise NotAuditedError(f"the samples of all ranks take {sum(sizes):,} bytes, and {max_bytes:,} are allowed")
+        raise NotAuditedError(f"the samples of all ranks take {sum(sizes):,} bytes, more than max_mebibytes allows")
     if sum(sizes) > LARGE_BYTES and collective.world.is_rank0:
         print(f"audit: each rank gathers {sum(sizes) / 2**20:,.0f} MiB, and computes with it", flush=True)
 
+
+def compare(
+    collective: Collective, step: Callable[..., Any], batches: Sequence[Batch], known: Recording, real: Trial
+) -> list[dict[str, Any]]:
+    """Return facts of all ranks for ``find_causes``; none if no rank updated weights. Collective.
+
+    Args:
+        step: called with the arguments of each of the batches, after the last of which gradients are reduced.
+        known: a recording of earlier calls.
+        real: the calls as the script made them.
+
+    Raises:
+        NotAuditedError: on all ranks.
+    """
     variables = known.all_variables()
-    before = read_values(variables)
-    returned, real = run_trial(step, arguments, variables)
-    more = [variable.name for key, variable in real.record.all_variables().items() if key not in before]
+    more = [variable.name for key, variable in real.record.all_variables().items() if key not in real.before]
     mine = [f"it changes variables that its first call did not ({more[0]})" if more else "", real.record.num_updates]
     reasons, updates = zip(*all_gather_object(collective, mine, name="audit/updates"), strict=True)
     if reason := next(filter(None, reasons), ""):
-        raise NotAuditedError(reason, (returned,))
+        raise NotAuditedError(reason)
     if not max(updates):
-        return returned, []
+        return []
     try:
-        facts = compare(step, arguments, batch, known, before, real, collective, counts)
+        facts = all_gather_object(
+            collective, find_facts(collective, step, batches, known, real, variables), name="audit/facts"
+        )
     finally:
         write_values(variables, real.after)
-    of_ranks = all_gather_object(collective, facts, name="audit/facts")
-    if (changed := max(its["repeated"] for its in of_ranks)) > RANDOM:
+    if (changed := max(its["repeated"] for its in facts)) > RANDOM:
         raise NotAuditedError(
             f"the same step gives other gradients (by {changed:.0e}) when one process repeats it: it draws random "
             "numbers outside of Keras' seed generators or in a layer without a training argument, or an operation is "
-            "not deterministic (tf.config.experimental.enable_op_determinism)",
-            (returned,),
+            "not deterministic (tf.config.experimental.enable_op_determinism)"
         )
-    return returned, of_ranks
+    return facts
 
 
-def compare(
-    step: Callable[..., Any],
-    arguments: Any,
-    batch: Batch,
-    known: Recording,
-    before: Values,
-    real: Trial,
+def find_facts(
     collective: Collective,
-    counts: Sequence[int],
+    step: Callable[..., Any],
+    batches: Sequence[Batch],
+    known: Recording,
+    real: Trial,
+    variables: Mapping[Any, Any],
 ) -> dict[str, Any]:
-    """Return this rank's facts. Collective; leaves other values in the variables."""
-    variables, layers = known.all_variables(), known.layers()
-    whole = [collective.all_gather(each, name=f"audit/samples/{i}") for i, each in enumerate(batch.samples)]
+    """Return this rank's. Collective; leaves other values in the variables."""
+    whole = [
+        [collective.all_gather(tensor, name=f"audit/samples/{i}/{j}") for j, tensor in enumerate(batch.samples)]
+        for i, batch in enumerate(batches)
+    ]
 
-    def run(samples: Sequence[tf.Tensor] | None = None, start: Values = before) -> Trial:
+    def run(
+        change: Callable[[tf.Tensor], tf.Tensor] | None, *, start: Values = real.before, off: Sequence[Any] = ()
+    ) -> Trial:
+        """Run with changed samples of all ranks (None: this rank's), and layers ``off`` as in inference."""
         write_values(variables, start)
-        changed = arguments if samples is None else batch.arguments_with(samples)
-        return run_trial(step, changed, variables, is_one_process=samples is not None)[1]
+        record, is_one = Recording(), change is not None
+        with recording(record, is_one_process=is_one), replaced(keras.layers.Layer, "__call__", _call_without(off)):
+            for batch, samples in zip(batches, whole, strict=True):
+                args, kwargs = batch.arguments_with([change(each) for each in samples] if change else batch.samples)
+                returned = step(*args, **kwargs)
+        return Trial(record, start, read_values(variables), returned)
 
-    drawing = [layer for layer in layers if draws(layer)]
-    norms = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
-    local_norms = [layer for layer in norms if not hasattr(layer, "needs_every_rank")]
-    with without_training(drawing):
-        ranks = run() if drawing else real
-        one, reverse = run(whole), run([tensor[::-1] for tensor in whole])
-        facts = describe(collective, ranks, one, reverse, before, counts, known)
-        facts["repeated"] = compare_gradients(run(whole), one, known)
-        if local_norms:
-            statistics = [v for layer in local_norms for v in layer.non_trainable_variables]
-            tensors = [tf.convert_to_tensor(v.value) for v in statistics]
-            of_rank0 = collective.broadcast(tensors, name="audit/statistics")
-            same = {variable_key(v): np.asarray(value) for v, value in zip(statistics, of_rank0, strict=True)}
-            with without_training(local_norms):
-                frozen, right = run(start=dict(before) | same), run(whole, start=dict(before) | same)
-            facts["without_norms"] = compare_gradients(frozen, right, known)
+    drawing = [layer for layer in known.layers() if draws(layer)]
+    ranks = run(None, off=drawing) if drawing else real
+    one, again = run(tf.identity, off=drawing), run(tf.identity, off=drawing)
+    count = sum(batch.count for batch in batches)
+    facts = describe(collective, ranks, one, run(lambda samples: samples[::-1], off=drawing), known, count)
+    norms = [layer for layer in known.layers() if is_local_norm(layer)]
+    if norms:
+        statistics = [v for layer in norms for v in layer.non_trainable_variables]
+        of_rank0 = collective.broadcast([tf.convert_to_tensor(v.value) for v in statistics], name="audit/statistics")
+        start = dict(real.before) | {variable_key(v): np.asarray(x) for v, x in zip(statistics, of_rank0, strict=True)}
+        frozen, right = (run(change, start=start, off=[*drawing, *norms]) for change in (None, tf.identity))
+        facts["without_norms"] = compare_gradients(frozen, right, known)
     return facts | {
-        "count": batch.count,
-        "samples": batch.hashes(),
+        "repeated": compare_gradients(again, one, known),
+        "count": count,
+        "samples": [sample for batch in batches for sample in batch.hashes()],
         "drawing": [layer.name for layer in drawing],
-        "norms": [layer.name for layer in local_norms],
-        "begin": [hash_bits(before[key]) for key in known.variables],
+        "norms": [layer.name for layer in norms],
+        "begin": [hash_bits(real.before[key]) for key in known.variables],
     }
 
 
 def describe(
-    collective: Collective,
-    ranks: Trial,
-    one: Trial,
-    reverse: Trial,
-    before: Values,
-    counts: Sequence[int],
-    known: Recording,
+    collective: Collective, ranks: Trial, one: Trial, reverse: Trial, known: Recording, count: int
 ) -> dict[str, Any]:
-    """Return this rank's facts about gradients and updates. Collective."""
-    record, size = ranks.record, collective.world.size
-    local = {key: np.asarray(tf.convert_to_tensor(value), np.float64) for key, value in record.local.items()}
-    given = [local.get(key, np.zeros(before[key].shape)) / record.loss_scale for key in known.variables]
-    share = counts[collective.world.rank] / sum(counts)
-    means = [
-        collective.all_reduce([tf.constant(value * factor) for value in given], name=f"audit/{name}").tensors
-        for name, factor in (("mean", 1 / size), ("weighted", share))
-    ]
+    """Return this rank's facts about gradients, updates, state and loss. Collective."""
+    record = ranks.record
+    zeros = {key: np.zeros(ranks.before[key].shape) for key in known.variables}
+    local = [np.asarray(record.local.get(key, zero), np.float64) / record.loss_scale for key, zero in zeros.items()]
+    given = [tf.constant(value) for value in (*local, *(value * count for value in local), np.float64(count))]
+    sums = [total.numpy() for total in collective.all_reduce(given, name="audit/gradients").tensors]
+    means = [total / collective.world.size for total in sums[: len(local)]]
+    weighted_means = [total / sums[-1] for total in sums[len(local) : -1]]
     smallest = MIN_SHARE * max(length(one.gradient(key)) for key in known.variables)
     variables = []
-    for (key, variable), mean, weighted in zip(known.variables.items(), *means, strict=True):
-        found, right, reversed_ = ranks.gradient(key), one.gradient(key), reverse.gradient(key)
-        update, least = one.after[key] - before[key], MIN_SHARE * length(before[key])
-        is_determined = difference(reversed_, right) < UNDETERMINED
+    for (key, variable), mean, weighted in zip(known.variables.items(), means, weighted_means, strict=True):
+        found, right, reversed_ = (trial.gradient(key) for trial in (ranks, one, reverse))
+        least, is_determined = MIN_SHARE * length(ranks.before[key]), difference(reversed_, right) < UNDETERMINED
         variables.append(
             {
                 "name": getattr(variable, "path", variable.name),
-                "difference": difference(found, right, smallest),
-                "rounding": difference(reversed_, right, smallest),
+                "gradient": difference(found, right, smallest),
+                "gradient_rounding": difference(reversed_, right, smallest),
                 "factor": float(np.nan_to_num(np.vdot(found, right) / max(float(np.vdot(right, right)), 1e-30))),
-                "of_mean": difference(found, mean.numpy(), smallest),
-                "of_weighted": difference(weighted.numpy(), right, smallest),
-                "update": difference(ranks.after[key] - before[key], update, least) if is_determined else 0.0,
-                "update_rounding": difference(reverse.after[key] - before[key], update, least),
+                "of_mean": difference(found, mean, smallest),
+                "of_weighted": difference(weighted, right, smallest),
+                "update": difference(ranks.update(key), one.update(key), least) if is_determined else 0.0,
+                "update_rounding": difference(reverse.update(key), one.update(key), least),
                 "is_reduced": key in record.local,
-                "gradient": hash_bits(found),
+                "bits": hash_bits(found),
             }
         )
     state = [v for model in record.models.values() for v in model.non_trainable_variables if not is_seed_state(v)]
-    keys = {variable_key(v): v.path for v in state if variable_key(v) in before}
+    keys = {variable_key(v): v.path for v in state if variable_key(v) in ranks.before}
+    settings = [exchange.settings for exchange in record.exchanges]
     return {
         "variables": variables,
-        "state": {path: difference(ranks.after[key], one.after[key]) for key, path in keys.items()},
-        "state_rounding": {path: difference(reverse.after[key], one.after[key]) for key, path in keys.items()},
-        "compression": any(COMPRESSIONS[each.compression] != "none" for each in record.settings),
+        "state": [
+            {
+                "name": path,
+                "state": difference(ranks.after[key], one.after[key]),
+                "state_rounding": difference(reverse.after[key], one.after[key]),
+            }
+            for key, path in keys.items()
+        ],
+        "losses": [ranks.loss(), one.loss()],
+        "compression": any(COMPRESSIONS[each.compression] != "none" for each in settings),
         "half": any(layer.compute_dtype in ("float16", "bfloat16") for layer in record.layers()),
         "not_distributed": record.not_distributed,
         "num_updates": record.num_updates,
@@ -237,27 +242,22 @@ def describe(
     }
 
 
-def run_trial(
-    step: Callable[..., Any], arguments: Any, variables: Mapping[Any, Any], *, is_one_process: bool = False
-) -> tuple[Any, Trial]:
-    args, kwargs = arguments
-    with recording(is_one_process=is_one_process) as record:
-        returned = step(*args, **kwargs)
-    return returned, Trial(record, read_values(variables))
-
-
-@contextlib.contextmanager
-def without_training(layers: Sequence[keras.layers.Layer]) -> Iterator[None]:
-    """Let layers compute as in inference."""
-    chosen = {id(layer) for layer in layers}
+def _call_without(layers: Sequence[keras.layers.Layer]) -> Callable[..., Any]:
+    chosen = set(map(id, layers))
 
     def call(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        if id(layer) in chosen and "training" in layer._call_signature.parameters:
-            kwargs["training"] = False
-        return plain(layer, *args, **kwargs)
+        is_off = id(layer) in chosen and "training" in layer._call_signature.parameters
+        return plain(layer, *args, **(kwargs | {"training": False} if is_off else kwargs))
 
-    with replaced(keras.layers.Layer, "__call__", call):
-        yield
+    return call
+
+
+def is_local_norm(layer: keras.layers.Layer) -> bool:
+    return (
+        isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+        and not hasattr(layer, "needs_every_rank")
+    )
 
 
 def read_values(variables: Mapping[Any, Any]) -> Values:

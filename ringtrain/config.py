@@ -230,8 +230,8 @@ class Config:
     """whether each rank updates a part of the weights, and keeps the optimizer's slots of that part alone (ZeRO 1)"""
 
     steps_per_call: str = "auto"
-    """most steps of one TensorFlow call; auto: as many as take 100 ms, at most 32, if the compilation of the call saves
-    more time than it takes"""
+    """most steps of one TensorFlow call; auto: as many as take 100 ms, at most 100, if compiling the call saves more
+    time than it takes"""
 
     accumulate: int = 1
     """micro-batches per step, to train a batch that does not fit into memory"""

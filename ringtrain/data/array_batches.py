@@ -21,11 +21,13 @@ class ArrayBatches(Batches):
     """Batches of an ``ArraySource``."""
 
     call_signature = (tf.TensorSpec([None, None], tf.int64), NUMBER, NUMBER)
+    can_read_again = True
 
     def __init__(
         self, source: ArraySource, order: SampleOrder, world: World, *, first_step: int, end_step: int
     ) -> None:
         self._source, self._order, self._world = source, order, world
+        self._planned: Iterator[LocalBatch] = iter(())  # many steps at a time
         self._read = tf.function(self._gather, input_signature=[INDICES, NUMBER, NUMBER], autograph=False)
         outputs = self._read.get_concrete_function().structured_outputs
         spec = tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), outputs)
@@ -33,29 +35,31 @@ class ArrayBatches(Batches):
 
     def __iter__(self) -> Iterator[Batch]:
         self._next_step = self._first_step
-        planned: Iterator[LocalBatch] = iter(())  # many steps at a time
         while self._next_step < self._end_step:
-            local = next(planned, None)
-            if local is None or local.step != self._next_step:
-                planned = self._plan(self._next_step, self._end_step)
-                local = next(planned)
+            local = self._plan(self._next_step)
             self._next_step += 1
             yield self._read(*map(to_int64, (local.indices, local.step, local.global_count)))
 
     def arguments(self, step: int, num_steps: int) -> tuple[tf.Tensor, ...]:
-        planned = list(self._plan(step, step + num_steps))
+        planned = [self._plan(step + number) for number in range(num_steps)]
         indices = np.stack([local.indices for local in planned])
         return tuple(map(to_int64, (indices, step, planned[0].global_count)))
 
     def read(self, arguments: tuple[tf.Tensor, ...], number: tf.Tensor) -> Batch:
         indices, step, global_count = arguments
-        return self._gather(indices[number], step + tf.cast(number, tf.int64), global_count)
+        # tf.gather: one operation, where indices[number] is five.
+        return self._gather(tf.gather(indices, number), step + tf.cast(number, tf.int64), global_count)
 
     def _gather(self, indices: tf.Tensor, step: tf.Tensor, global_count: tf.Tensor) -> Batch:
         return Batch(*self._source.gather(indices), indices, step, global_count)
 
-    def _plan(self, first_step: int, end_step: int) -> Iterator[LocalBatch]:
-        return self._order.local_batches(first_step, end_step, rank=self._world.rank, size=self._world.size)
+    def _plan(self, step: int) -> LocalBatch:
+        local = next(self._planned, None)
+        if local is None or local.step != step:
+            world = self._world
+            self._planned = self._order.local_batches(step, self._end_step, rank=world.rank, size=world.size)
+            local = next(self._planned)
+        return local
 
 
 def to_int64(value: Any) -> tf.Tensor:

@@ -31,6 +31,7 @@ class Batches(abc.ABC):
     """Batches with counts known in advance."""
 
     is_counted = False  # note must be called before the next batch
+    can_read_again = False  # ``read`` returns the same batch if it is called once more
     next_local_count = 0  # this rank's samples of the next step
     call_signature: tuple[Any, ...]  # of ``arguments``, for a call that trains many steps
 

@@ -40,6 +40,7 @@ class ManySteps:
         with tf.device("CPU:0"):
             self._position = tf.Variable(0, dtype=tf.int64, trainable=False, name="position")
         self._train: Any = None
+        self._first_step = 0
 
     @property
     def is_traced(self) -> bool:
@@ -51,7 +52,7 @@ class ManySteps:
 
     def begin(self, first_step: int) -> None:
         """Set the step of ``find_phase``, from 0."""
-        self._position.assign(2 * first_step)
+        self._first_step = first_step
 
     def __call__(self, first_step: int, learning_rates: Sequence[float], *, is_stop_wanted: bool) -> ManyTrained:
         """``first_step`` is from 0. Collective."""
@@ -66,43 +67,54 @@ class ManySteps:
     def find_phase(self) -> tuple[Phase, int]:
         """The present step, from 1; any thread may ask during a call."""
         with tf.device("CPU:0"):  # a GPU may hang
-            step, has_batch = divmod(int(self._position.value()), 2)
+            position = max(int(self._position.value()), 2 * self._first_step)  # an earlier call's before the first step
+        step, has_batch = divmod(position, 2)
         return Phase.STEP if has_batch else Phase.DATA, step + 1
 
     def _train_steps(
         self, first_step: tf.Tensor, learning_rates: tf.Tensor, extra_scalars: tf.Tensor, *of_batches: Any
     ) -> tuple[tf.Tensor, ...]:
         step, spec, limit = self._step, self._step.usual_spec, tf.shape(learning_rates)[0]
-        [width] = step.returned_spec.shape
+        [width], can_read_again = step.returned_spec.shape, self._batches.can_read_again
+
+        def read(number: tf.Tensor) -> Batch:
+            return tf.nest.map_structure(with_shape, self._batches.read(of_batches, number), spec)
 
         def train(
-            number: tf.Tensor, continues: tf.Tensor, rows: tf.TensorArray, input_sec: tf.Tensor, batch: Batch
+            number: tf.Tensor, continues: tf.Tensor, rows: tf.TensorArray, input_sec: tf.Tensor, *_: Any
         ) -> tuple[Any, ...]:
             position = 2 * (first_step + tf.cast(number, tf.int64))
             begin = [self._position.assign(position, read_value=False), *self._read_clock()]
             with tf.control_dependencies(begin):
-                batch = tf.nest.map_structure(with_shape, self._batches.read(of_batches, number), spec)
+                batch = read(number)
             with tf.control_dependencies(tf.nest.flatten(batch)):
                 end = [self._position.assign(position + 1, read_value=False), *self._read_clock()]
             with tf.control_dependencies(end):
-                row = step.train(batch, learning_rates[number], extra_scalars)
+                row = step.train(batch, tf.gather(learning_rates, number), extra_scalars)
             if self._has_clock:
                 input_sec += end[1] - begin[1]
             continues = (row[index_of("is_finite")] > 0) & (row[index_of("stop_votes")] == 0)
-            return number + 1, continues, rows.write(number, row), input_sec, batch
+            return number + 1, continues, rows.write(number, row), input_sec, *([] if can_read_again else [batch])
 
         rows = tf.TensorArray(step.returned_spec.dtype, size=limit, element_shape=[width])
-        zeros = tf.nest.map_structure(lambda part: tf.zeros([n or 0 for n in part.shape], part.dtype), spec)
-        initial = (tf.constant(0), tf.constant(True), rows, tf.constant(0.0, tf.float64), zeros)
-        shapes = tf.nest.map_structure(lambda part: part.shape, spec)
-        count, _, rows, input_sec, batch = tf.while_loop(
+        carried = [] if can_read_again else [spec]  # each tensor that the loop carries costs time
+        zeros = tf.nest.map_structure(lambda part: tf.zeros([n or 0 for n in part.shape], part.dtype), carried)
+        initial = (tf.constant(0), tf.constant(True), rows, tf.constant(0.0, tf.float64), *zeros)
+        shapes = tf.nest.map_structure(lambda part: part.shape, carried)
+        count, _, rows, input_sec, *batch = tf.while_loop(
             lambda number, continues, *_: continues & (number < limit),
             train,
             initial,
-            shape_invariants=(tf.TensorShape([]), tf.TensorShape([]), tf.TensorShape(None), tf.TensorShape([]), shapes),
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.TensorShape([]),
+                tf.TensorShape(None),
+                tf.TensorShape([]),
+                *shapes,
+            ),
             parallel_iterations=1,  # the next step needs the weights of this one
         )
-        return count, rows.stack(), input_sec, batch
+        return count, rows.stack(), input_sec, read(count - 1) if can_read_again else batch[0]
 
     def _read_clock(self) -> list[tf.Tensor]:
         return [tf.timestamp()] if self._has_clock else []

@@ -17,7 +17,7 @@ from ringtrain.training.actions import Action
 from ringtrain.training.job import Job
 
 CALL_SECONDS = 0.1  # a request to stop waits for the end of a call
-MAX_STEPS_PER_CALL = 32  # more saves nothing
+MAX_STEPS_PER_CALL = 100  # more saves nothing
 TIMED_STEPS = 10
 # A step in a call of many saves this share of it, and at most so many seconds (two ranks on two cores).
 SAVED_SHARE, SAVED_SECONDS = 0.2, 0.002

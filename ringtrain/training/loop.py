@@ -21,7 +21,7 @@ from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.run.directory import find_events
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
-from ringtrain.step.report import Returned, read_loss, read_value
+from ringtrain.step.report import Returned, index_of, read_loss, read_value
 from ringtrain.training.actions import (
     Action,
     CheckReplicas,
@@ -180,7 +180,7 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
         else:
             settle_all_but(0)
             if ending is None:
-                in_flight.extend(train_many_steps(job, session, step, num_steps))
+                in_flight.append(train_many_steps(job, session, step, num_steps))
                 step = in_flight[-1].step
                 settle_all_but(0)
         activity.set_phase(Phase.DATA, step + 1)
@@ -209,8 +209,8 @@ def train_step(job: Job, session: RunSession, step: int, batch: Batch) -> Traine
     return Trained(step, batch, returned, batches.is_last(step))
 
 
-def train_many_steps(job: Job, session: RunSession, step: int, num_steps: int) -> list[Trained]:
-    """Train up to ``num_steps`` after ``step`` in one call."""
+def train_many_steps(job: Job, session: RunSession, step: int, num_steps: int) -> Trained:
+    """Train up to ``num_steps`` after ``step`` in one call; return the last, the only one that may not be usual."""
     batches, many = job.batches, job.many_steps
     is_first = not many.is_traced
     if is_first:
@@ -229,8 +229,11 @@ def train_many_steps(job: Job, session: RunSession, step: int, num_steps: int) -
             raise
     job.times.note_input(input_sec)
     batches.skip(len(rows))
-    steps = range(step + 1, step + 1 + len(rows))
-    return [Trained(of, batch, row, batches.is_last(of)) for of, row in zip(steps, rows, strict=True)]
+    job.times.note_communication(float(rows[:-1, index_of("communication_sec")].sum()))
+    if len(rows) > 1:
+        session.progress.skipped_in_a_row = 0
+    last = step + len(rows)
+    return Trained(last, batch, rows[-1], batches.is_last(last))
 
 
 def catch_up(job: Job, session: RunSession, actions: Sequence[Action]) -> Ending | None:

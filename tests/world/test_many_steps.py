@@ -104,20 +104,30 @@ def train(
     job = create_job(WORKLOADS[workload](), config, collective, num_threads=1, in_groups=in_groups)
     job.step.share_values(collective)
     session, rows, lengths = RunSession(config, collective), list[Any](), list[int]()
-    right_settle, right_call = loop.settle, job.many_steps.__call__
+    right_train, right_call = loop.train_step, job.many_steps.__call__
 
-    def settle(job: Any, session: Any, actions: Any, guard: Any, trained: Any, ending: Any) -> Any:
-        row = np.array(trained.returned)
+    def note(step: int, returned: Any) -> None:
+        row = np.array(returned)
         row[index_of("communication_sec")] = 0
-        rows.append((trained.step, row.tobytes(), trained.is_last))
-        return right_settle(job, session, actions, guard, trained, ending)
+        rows.append((step, row.tobytes()))
 
-    def note(self: Any, first_step: int, learning_rates: Any, **more: Any) -> Any:
+    def train_one(job: Any, session: Any, step: int, batch: Any) -> Any:
+        trained = right_train(job, session, step, batch)
+        note(step, trained.returned)
+        return trained
+
+    def train_many(self: Any, first_step: int, learning_rates: Any, **more: Any) -> Any:
         lengths.append(len(learning_rates))
-        return right_call(first_step, learning_rates, **more)
+        trained = right_call(first_step, learning_rates, **more)
+        for number, row in enumerate(trained.rows, start=1):
+            note(first_step + number, row)
+        return trained
 
     every = Every(job, session, 9)
-    with mock.patch.object(loop, "settle", settle), mock.patch.object(type(job.many_steps), "__call__", note):
+    with (
+        mock.patch.multiple(loop, train_step=train_one),
+        mock.patch.object(type(job.many_steps), "__call__", train_many),
+    ):
         step, ending = run_steps(job, session, [every])
     assert (step, ending, every.steps[0]) == (steps, Ending.COMPLETED, 9)
     assert_same_bits_on_all_ranks(job.step.variables, collective)
@@ -212,9 +222,9 @@ def test_a_request_to_stop_ends_the_call_after_its_first_step(collective: Collec
     session, lengths = RunSession(config, collective), list[int]()
     right_train = loop.train_many_steps
 
-    def train_many(*given: Any) -> Any:
-        trained = right_train(*given)
-        lengths.append(len(trained))
+    def train_many(job: Any, session: Any, step: int, num_steps: int) -> Any:
+        trained = right_train(job, session, step, num_steps)
+        lengths.append(trained.step - step)
         return trained
 
     class AskRank1(Every):

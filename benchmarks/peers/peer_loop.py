@@ -182,7 +182,7 @@ def make_timer(arguments: argparse.Namespace, callback: type, *, is_rank0: bool)
             self.start = time.perf_counter()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            step = batch + 1
+            step = min(batch + 1, arguments.steps)  # Keras counts a last call of few steps as if it had all
             if step == arguments.steps:
                 self.last_loss = float(logs["loss"])
             if step % arguments.log_every == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,15 +19,19 @@ Result = TypeVar("Result")
 def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[Any]:
     """Gather values in rank order, as JSON: received data cannot run code. Collective.
 
-    Outside of graphs Horovod ignores names: sending them detects ranks that diverged.
+    Outside of graphs Horovod ignores names: sending them detects ranks that diverged. Of values that are equal on all
+    ranks only the digests are sent.
     """
     import tensorflow as tf
 
-    data = np.frombuffer(json.dumps([name, value]).encode(), np.uint8)
+    data = json.dumps([name, value]).encode()
+    digest = np.frombuffer(hashlib.blake2b(data, digest_size=32).digest(), np.int64)
     with activity.meeting(), tf.device("/CPU:0"):  # NCCL is not needed, and may not work yet
-        lengths = collective.all_gather(tf.constant([data.size], tf.int64), name="objects/lengths").numpy()
-        joined = collective.all_gather(tf.constant(data), name="objects/data").numpy()
-    said = [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
+        heads = collective.all_gather(tf.constant([[len(data), *digest]], tf.int64), name="objects/heads").numpy()
+        if (heads == heads[0]).all():
+            return [json.loads(data)[1] for _ in heads]
+        joined = collective.all_gather(tf.constant(np.frombuffer(data, np.uint8)), name="objects/data").numpy()
+    said = [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(heads[:, 0])[:-1])]
     for rank, (place, _) in enumerate(said):
         if place != said[0][0]:
             raise RingtrainError(

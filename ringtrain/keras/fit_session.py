@@ -53,11 +53,7 @@ REMEDY = "Lower the learning rate, clip the gradients (clipnorm=1.0), or look at
 class FitSession:
     """A ``fit`` with a run directory. Its decisions are equal on all ranks."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        session: RunSession,
-    ) -> None:
+    def __init__(self, model: keras.Model, session: RunSession) -> None:
         self.model, self._others = model, list[keras.callbacks.Callback]()
         self._session, self._config, self._collective = session, session.config, session.collective
         self.batches = Batches()

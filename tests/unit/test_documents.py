@@ -157,7 +157,6 @@ def test_the_speed_page_quotes_the_results_of_the_guards(experiment: str, senten
 
 COLUMNS = {
     "unconnected processes": "bound",
-    "tf.distribute": "tf_distribute",
     "stock Horovod": "minimal_stock",
 }
 FIT_COLUMNS = {"unconnected `fit`s": "bound", "`fit` by Horovod": "horovod", "Keras 2 on Horovod": "tf_keras"}
@@ -183,7 +182,7 @@ def test_the_table_of_steps_is_that_of_the_results(words: str, model: str, page:
     shown = next(cells[1:] for cells in lines[begin:] if words in cells[0])
     steps, fits = rounds_of(f"bench-step-{model}", model), rounds_of("bench-fit", model)
     assert head == [*columns, *(FIT_COLUMNS if page == SPEED else ())]
-    assert len(steps) >= 7
+    assert len(steps) >= 5
     for column, cell in zip(head, shown, strict=True):
         rounds, other = (steps, columns[column]) if column in columns else (fits or [{"runs": {}}], FIT_COLUMNS[column])
         expected = f"{ratio(rounds, other, 'ringtrain').median:.2f}" if other in rounds[0]["runs"] else ""

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ringtrain.collectives.differentiable import prevent_constant_folding
-from ringtrain.collectives.gradients import GradientReduction, GradientSpec, Reduced, check_finite
+from ringtrain.collectives.gradients import GradientReduction, Reduced, check_finite
+from ringtrain.collectives.groups import GradientSpec
 
 # Values: slices aligned to 64 bytes need no copy in TensorFlow.
 ALIGNED = 16

@@ -6,6 +6,7 @@ import statistics
 import time
 
 from ringtrain.collectives.base import Collective
+from ringtrain.collectives.groups import ONE_MESSAGE_BYTES
 from ringtrain.runtime import activity
 
 VALUE_BYTES = 4  # float32
@@ -17,8 +18,6 @@ def time_all_reduce(collective: Collective, num_bytes: int, *, calls: int = 5, w
     Returns the median seconds of ``calls`` after ``warm_up``, and this rank's number of wrong values.
     """
     import tensorflow as tf
-
-    from ringtrain.collectives.gradients import ONE_MESSAGE_BYTES
 
     rank, size = collective.world.rank, collective.world.size
     tensor = tf.fill([num_bytes // VALUE_BYTES], float(rank + 1))

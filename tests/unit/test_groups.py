@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringtrain.collectives.gradients import MAX_GROUPS, MIN_GROUP_BYTES, ONE_MESSAGE_BYTES, GradientSpec, plan_groups
+from ringtrain.collectives.groups import MAX_GROUPS, MIN_GROUP_BYTES, ONE_MESSAGE_BYTES, GradientSpec, plan_groups
 
 specs = st.lists(
     st.builds(

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Totals
 from ringtrain.collectives.base import Solo
-from ringtrain.collectives.gradients import ONE_MESSAGE_BYTES
+from ringtrain.collectives.groups import ONE_MESSAGE_BYTES
 from ringtrain.runtime.world import World
 from tests.world.training import NUM_CLASSES, NUM_FEATURES, batches_of, create_step, dense_samples
 

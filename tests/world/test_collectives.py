@@ -24,12 +24,8 @@ from ringtrain.collectives import (
 )
 from ringtrain.collectives.context import use_collective
 from ringtrain.collectives.differentiable import all_gather
-from ringtrain.collectives.gradients import (
-    ONE_MESSAGE_BYTES,
-    GradientReduction,
-    check_finite,
-    merge_rows,
-)
+from ringtrain.collectives.gradients import GradientReduction, check_finite, merge_rows
+from ringtrain.collectives.groups import ONE_MESSAGE_BYTES
 from ringtrain.collectives.horovod import LOWEST_PRIORITY, HorovodCollective
 from ringtrain.collectives.native.backend import Native
 from ringtrain.errors import DataError, RingtrainError, UsageError

@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, with_native_sums
-from ringtrain.collectives.gradients import MIN_GROUP_BYTES, ONE_MESSAGE_BYTES, GradientReduction
+from ringtrain.collectives.gradients import GradientReduction
+from ringtrain.collectives.groups import MIN_GROUP_BYTES, ONE_MESSAGE_BYTES
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.collectives.native import library
 from ringtrain.collectives.native.backend import Native

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, all_gather_object, gradients
+from ringtrain.collectives import Collective, all_gather_object, groups
 from ringtrain.collectives.shards import ALIGNED
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.run.checkpoint import read_checkpoint
@@ -82,8 +82,8 @@ RARE = ("adagrad", "adadelta", "adamax", "ftrl")
 def leaving(collective: Collective, *, in_groups: bool) -> Iterator[None]:
     """Gradients leave at once, or in groups, as those of large models do where ranks have several cores."""
     with (
-        mock.patch.object(gradients, "ONE_MESSAGE_BYTES", 0 if in_groups else 2**20),
-        mock.patch.object(gradients, "MIN_GROUP_BYTES", 100),
+        mock.patch.object(groups, "ONE_MESSAGE_BYTES", 0 if in_groups else 2**20),
+        mock.patch.object(groups, "MIN_GROUP_BYTES", 100),
         mock.patch.object(collective, "overlaps_compute", in_groups),
     ):
         yield

@@ -1,0 +1,137 @@
+"""Compare forecasts with published rates of other programs.
+
+    python -m benchmarks.predictions
+
+Each series of ``published_scaling.csv`` is fitted on its smallest size; the others are forecast. It writes
+results/predictions.json. Layers are those of Keras' models; BERT is taken as 50 equal parts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ringtrain.predict.cluster import PRESETS, Cluster
+from ringtrain.predict.forecast import SCENARIOS, Work, forecast
+from ringtrain.predict.measured import uniform
+
+PUBLISHED = Path(__file__).parent / "published_scaling.csv"
+RESULT = Path("results/predictions.json")
+CLUSTERS = {"TCP": "tcp25", "25 Gbit/s": "roce25", "HDR": "dgxa100", "NVLink": "dgx1"}  # by words of the network
+# Published as shares of the ideal: docs/benchmarks.rst of Horovod.
+SHARES = {"Inception V3": 0.90, "ResNet-101": 0.90, "VGG-16": 0.68}
+LAYERS = {
+    "Inception V3": "InceptionV3",
+    "ResNet-101": "ResNet101",
+    "VGG-16": "VGG16",
+    "VGG16": "VGG16",
+    "ResNet-50": "ResNet50",
+    "EfficientNet-B4": "EfficientNetB4",
+}
+WITHIN = 0.05
+
+
+def compare() -> list[dict[str, Any]]:
+    """Return one row for each size that is not fitted."""
+    first: dict[str, tuple[int, float]] = {}
+    rows = []
+    for row in csv.DictReader(PUBLISHED.read_text(encoding="utf-8").splitlines()):
+        model, devices = row["model"].partition(" (")[0], int(row["devices"])
+        series = f"{row['source'].split()[0]} {model}"
+        if row["examples_per_sec"]:
+            rate = float(row["examples_per_sec"]) / devices
+            if series not in first:
+                first[series] = devices, rate
+                continue
+            efficiency = rate / first[series][1]
+        else:
+            efficiency = SHARES[model]
+        rows.append(compare_row(row, model, first[series], efficiency))
+    return rows
+
+
+def compare_row(row: Mapping[str, str], model: str, measured: tuple[int, float], efficiency: float) -> dict[str, Any]:
+    measured_on, rate = measured
+    accumulate = int((re.findall(r"accumulation (\d+)", row["model"]) or ["1"])[0])
+    batch_size = accumulate * int(row["batch_per_device"] or 64)
+    work = Work(
+        step_sec=batch_size / rate,
+        shapes=shapes_of(model) or uniform(int(1e6 * float(row["parameters_millions"]))),
+        value_bytes=2 if row["precision"] == "mixed" else 4,
+        batch_size=batch_size,
+        measured_on=measured_on,
+        accumulate=accumulate,
+    )
+    cluster = cluster_of(row["network"])
+    found = {name: forecast(work, cluster, int(row["devices"]), each).efficiency for name, each in SCENARIOS.items()}
+    return {
+        **{name: row[name] for name in ("source", "model", "devices", "gpu", "network")},
+        "measured_on": measured_on,
+        "efficiency": round(efficiency, 4),
+        **{name: round(value, 4) for name, value in found.items()},
+        "is_within_5_points": abs(found["expected"] - efficiency) <= WITHIN,
+        "is_in_interval": found["low"] <= efficiency <= found["high"],
+        "simplest": round(simplest(work, cluster, int(row["devices"])), 4),
+    }
+
+
+def cluster_of(network: str) -> Cluster:
+    return next(PRESETS[name] for words, name in CLUSTERS.items() if words in network)
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    """Return shapes of the trainable variables; none for a model that Keras has not."""
+    if model not in LAYERS:
+        return []
+    import keras
+
+    return [tuple(v.shape) for v in getattr(keras.applications, LAYERS[model])(weights=None).trainable_variables]
+
+
+def simplest(work: Work, cluster: Cluster, devices: int) -> float:
+    """Return the efficiency by compute and 2 (n - 1) / n times the bytes over the line rate, without overlap."""
+    nodes = -(-devices // cluster.devices_per_node)
+    rate = (cluster.node_gbit if nodes > 1 else cluster.device_gbit) * 1e9 / 8
+    return work.step_sec / (work.step_sec + 2 * (devices - 1) / devices * sum(work.gradient_bytes) / rate)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    widths = [row["high"] - row["low"] for row in rows]
+    near = [abs(row["simplest"] - row["efficiency"]) <= WITHIN for row in rows]
+    return {
+        "rows": len(rows),
+        "within_5_points": sum(row["is_within_5_points"] for row in rows),
+        "in_interval": sum(row["is_in_interval"] for row in rows),
+        "median_width": round(statistics.median(widths), 4),
+        "simplest_within_5_points": sum(near),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        mark = "" if row["is_within_5_points"] else " *"
+        what = f"{row['model'][:44]}, {row['devices']} x {row['gpu']}, {row['network'][:24]}"
+        yield (
+            f"{what:88} {row['efficiency']:.0%} published, {row['expected']:.0%} forecast "
+            f"({row['low']:.0%} to {row['high']:.0%}){mark}"
+        )
+
+
+def main() -> int:
+    rows = compare()
+    summary = summarize(rows)
+    RESULT.write_text(
+        json.dumps({"command": "python -m benchmarks.predictions", **summary, "table": rows}, indent=1) + "\n"
+    )
+    print("\n".join([*table(rows), json.dumps(summary)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

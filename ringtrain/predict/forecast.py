@@ -1,0 +1,131 @@
+"""The time of a step on more devices.
+
+A step takes the compute of its slowest device, and the communication that the backward pass does not hide. How much it
+hides is unknown: a forecast lies between all that the groups of the reduction allow, and nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+from ringtrain.collectives.groups import GradientSpec, plan_groups
+from ringtrain.predict.cluster import Cluster
+
+CONVOLUTION_RANK = 4  # of its kernel
+BACKWARD_SHARE = 2 / 3  # of the compute: two products of matrices where the forward pass has one
+
+
+class Scenario(NamedTuple):
+    """Assumptions of what was not measured."""
+
+    overlap: float  # 1: all communication that the groups allow is hidden; 0: none
+    link_share: float  # of its rate that a link reaches
+    variation: float  # of the devices' compute in a step: standard deviation over mean
+
+
+SCENARIOS = {
+    "low": Scenario(overlap=0.0, link_share=0.7, variation=0.08),
+    "expected": Scenario(overlap=0.9, link_share=0.9, variation=0.03),
+    "high": Scenario(overlap=1.0, link_share=1.0, variation=0.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A device's work in a step.
+
+    Attributes:
+        step_sec: measured on ``measured_on`` devices.
+        compute_sec: of this without communication; None: by the model.
+        shapes: of the trainable variables, in the order of the forward pass.
+        value_bytes: of a number of a gradient.
+        batch_size: samples of a device.
+        accumulate: micro-batches, of which the last one's backward pass hides communication.
+        variation: that of the scenarios, if known.
+    """
+
+    step_sec: float
+    shapes: Sequence[Sequence[int]]
+    batch_size: float
+    value_bytes: int = 4
+    compute_sec: float | None = None
+    measured_on: int = 1
+    accumulate: int = 1
+    variation: float | None = None
+
+    @property
+    def gradient_bytes(self) -> list[int]:
+        return [self.value_bytes * math.prod(shape) for shape in self.shapes]
+
+    def ready(self, variable: int) -> float:
+        """Return the share of the backward pass after which a variable's gradient is known.
+
+        Each convolution takes as long as another, and a dense layer next to nothing; without convolutions all kernels
+        take the same.
+        """
+        ranks = [len(shape) for shape in self.shapes]
+        least = next((rank for rank in (CONVOLUTION_RANK, 2, 0) if max(ranks) >= rank), 0)
+        kernels = [rank >= least for rank in ranks]
+        return sum(kernels[variable:]) / sum(kernels)
+
+
+class Forecast(NamedTuple):
+    devices: int
+    examples_per_sec: float
+    efficiency: float  # of a device, relative to the measured one
+    step_sec: float
+    exposed_sec: float  # communication that is not hidden
+
+
+def forecast(
+    work: Work, cluster: Cluster, devices: int, scenario: Scenario, *, batch_size: float | None = None
+) -> Forecast:
+    """``batch_size``: another one of a device; the compute is proportional to it."""
+    if work.variation is not None:
+        scenario = scenario._replace(variation=work.variation)
+    share = 1.0 if batch_size is None else batch_size / work.batch_size
+    compute = share * find_compute(work, cluster, scenario)
+    exposed = find_exposed(work, cluster, devices, compute, scenario)
+    step_sec = compute * slowest_of(devices, scenario.variation) + exposed
+    rate = devices * share * work.batch_size / step_sec
+    return Forecast(devices, rate, share * work.step_sec / step_sec, step_sec, exposed)
+
+
+def find_compute(work: Work, cluster: Cluster, scenario: Scenario) -> float:
+    """Return a device's mean compute in the measured step."""
+    if work.compute_sec is not None:
+        return work.compute_sec
+    compute = work.step_sec
+    for _ in range(20):  # what is hidden depends on it
+        exposed = find_exposed(work, cluster, work.measured_on, compute, scenario)
+        compute = max(work.step_sec - exposed, work.step_sec / 20) / slowest_of(work.measured_on, scenario.variation)
+    return compute
+
+
+def find_exposed(work: Work, cluster: Cluster, devices: int, compute: float, scenario: Scenario) -> float:
+    """Simulate the groups of the reduction, each of which is ready after its share of the backward pass."""
+    links, sizes = cluster.scaled(scenario.link_share), work.gradient_bytes
+    if devices == 1:
+        return 0.0
+    groups = plan_groups([GradientSpec(num_bytes, "float32", False) for num_bytes in sizes])
+    seconds = [links.all_reduce_sec(sum(sizes[index] for index in group), devices) for group in groups]
+    backward, end = BACKWARD_SHARE * compute / work.accumulate, 0.0
+    for group, group_sec in zip(groups, seconds, strict=True):
+        end = max(end, backward * work.ready(min(group))) + group_sec
+    return scenario.overlap * (end - backward) + (1 - scenario.overlap) * sum(seconds)
+
+
+def slowest_of(devices: int, variation: float) -> float:
+    """Expected maximum of normal numbers with mean 1 (Blom 1958, Statistical Estimates and Transformed Variables)."""
+    return 1 + variation * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+def last_worthwhile(rates: Sequence[float], share: float = 0.5) -> int | None:
+    """Return the nodes after which another adds less than ``share`` of the first's rate; ``rates``: from 1 node on."""
+    gains = (later - earlier for earlier, later in itertools.pairwise(rates))
+    return next((nodes for nodes, gain in enumerate(gains, start=1) if gain < share * rates[0]), None)

@@ -1,0 +1,159 @@
+"""Forecasts: their formulas, the published table, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.predictions import RESULT, compare, summarize
+from ringtrain.cli import main
+from ringtrain.predict.cluster import PRESETS, Cluster, Link
+from ringtrain.predict.forecast import SCENARIOS, Work, forecast, last_worthwhile, slowest_of
+from ringtrain.predict.measured import uniform
+
+ROOT = Path(__file__).parents[2]
+MEBIBYTE = 2**20
+WORK = Work(step_sec=0.1, shapes=uniform(25_000_000), batch_size=64)
+FLAGS = ["--step_sec", "0.1", "--batch_size", "64", "--parameters", "25000000"]
+
+
+def test_all_reduces_take_latency_and_bytes() -> None:
+    link = Link(gbit=8, latency_us=10)  # 1 GB/s
+    assert link.ring(1e9, 4) == pytest.approx(6 * 10e-6 + 1.5)
+    assert link.tree(1e9, 4) == pytest.approx(4 * 10e-6 + 2.0)
+    cluster = Cluster(devices_per_node=2, device_gbit=80, device_latency_us=0, node_gbit=8, node_latency_us=0)
+    assert cluster.all_reduce_sec(1e9, 2) == pytest.approx(0.1)
+    assert cluster.all_reduce_sec(1e9, 8) == pytest.approx(0.1 + 1.5)
+    latent = Cluster(devices_per_node=1, node_gbit=1e5, node_latency_us=100)  # a tree has fewer messages
+    assert latent.all_reduce_sec(8, 64) == pytest.approx(2 * 6 * 100e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("devices", [1, 8, 64])
+def test_the_measured_size_is_forecast_as_measured(scenario: str, devices: int) -> None:
+    work = Work(step_sec=0.5, shapes=WORK.shapes, batch_size=64, measured_on=devices)
+    found = forecast(work, PRESETS["roce25"], devices, SCENARIOS[scenario])
+    assert found.step_sec == pytest.approx(0.5, rel=1e-3)
+    assert found.examples_per_sec == pytest.approx(128 * devices, rel=1e-3)
+
+
+def test_overlap_hides_what_the_backward_pass_leaves_time_for() -> None:
+    cluster, [low, expected, high] = PRESETS["roce25"], (SCENARIOS[name] for name in ("low", "expected", "high"))
+    exposed = [forecast(WORK, cluster, 16, each).exposed_sec for each in (low, expected, high)]
+    assert exposed == sorted(exposed, reverse=True)
+    whole = forecast(WORK, cluster, 16, low._replace(link_share=1.0)).exposed_sec
+    assert exposed[2] == pytest.approx(whole / 6, rel=0.1)  # the last of six groups
+    fast = Cluster(node_gbit=1e5, device_gbit=1e5, node_latency_us=0, device_latency_us=0)
+    assert forecast(WORK, fast, 16, high).efficiency == pytest.approx(1, abs=1e-2)
+    accumulated = Work(step_sec=0.4, shapes=WORK.shapes, batch_size=256, accumulate=4)
+    # One of four micro-batches hides it.
+    assert forecast(accumulated, cluster, 16, high).exposed_sec == pytest.approx(exposed[2], rel=1e-3)
+
+
+def test_gradients_of_dense_layers_behind_convolutions_are_ready_at_once() -> None:
+    work = Work(step_sec=1, shapes=[(3, 3, 8, 8), (8,), (3, 3, 8, 8), (8,), (64, 10), (10,)], batch_size=1)
+    assert [work.ready(variable) for variable in range(6)] == [1.0, 0.5, 0.5, 0, 0, 0]
+    dense = Work(step_sec=1, shapes=[(8, 8), (8,), (8, 8)], batch_size=1)
+    assert [dense.ready(variable) for variable in range(3)] == [1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 16, 512])
+def test_the_slowest_device_is_the_expected_maximum(devices: int) -> None:
+    drawn = 1 + 0.05 * np.random.default_rng(0).normal(size=(4000, devices)).max(axis=1).mean()
+    assert slowest_of(devices, 0.05) == pytest.approx(drawn, abs=2e-3)
+
+
+def test_nodes_stop_paying_at_a_fixed_global_batch() -> None:
+    def rate(nodes: int, batch: int | None) -> float:
+        batch_size = None if batch is None else batch / nodes
+        return forecast(WORK, PRESETS["tcp10"], nodes, SCENARIOS["expected"], batch_size=batch_size).examples_per_sec
+
+    last = last_worthwhile([rate(nodes, 1024) for nodes in range(1, 65)])
+    assert last is not None
+    assert 1 < last < 16
+    assert last_worthwhile([100.0 * nodes for nodes in range(1, 65)]) is None
+
+
+def test_published_rates_are_forecast() -> None:
+    result = json.loads((ROOT / RESULT).read_text())
+    rows = result["table"]
+    assert {name: result[name] for name in summarize(rows)} == summarize(rows)
+    assert result["within_5_points"] >= 0.75 * len(rows)
+    assert result["in_interval"] >= 0.8 * len(rows)
+    assert result["median_width"] <= 0.25
+    assert result["within_5_points"] > result["simplest_within_5_points"]
+
+
+@pytest.mark.slow  # builds five large models
+def test_the_published_table_is_that_of_the_forecasts() -> None:
+    assert json.loads((ROOT / RESULT).read_text())["table"] == compare()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A directory of a run on two ranks, with a log of four intervals."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "config.yaml").write_text("workload: digits\naccumulate: 1\noptimizer: {name: sgd}\n")
+    ranks = [{"node": "a"}, {"node": "a"}]
+    start = {"event": "start", "size": 2, "global_batch_size": 128, "total_steps": 1000, "first_step": 0}
+    events: list[dict[str, Any]] = [start | {"parameters": 1_000_000, "ranks": ranks}]
+    for step, seconds in ((10, 9.0), (20, 0.11), (30, 0.12), (40, 0.10)):
+        events.append({"event": "train", "step": step, "sec_per_step": seconds, "communication_sec": 0.01})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return directory
+
+
+def test_a_run_is_forecast(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "forecast"
+    assert main(["predict", str(run), "--preset", "p4d", "--nodes", "4", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "measured on 2 ranks, 3 intervals of the log" in shown
+    written = json.loads((out / "forecast.json").read_text())
+    assert [row["expected"]["devices"] for row in written["rows"]] == [8, 16, 32]
+    assert (written["work"]["step_sec"], written["work"]["compute_sec"]) == (0.11, pytest.approx(0.10))
+    assert sum(math.prod(shape) for shape in written["work"]["shapes"]) == 1_000_000
+    rate = written["rows"][0]["expected"]["examples_per_sec"]
+    assert f"{128_000 / rate / 3600:.2f}" in shown
+    assert "<div" in (out / "forecast.html").read_text()
+
+
+def test_a_step_is_forecast_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *FLAGS, "--nodes", "2", "--cluster.node_gbit", "10"]) == 0
+    slow = capsys.readouterr().out.splitlines()
+    assert main(["predict", *FLAGS, "--nodes", "2"]) == 0
+    assert [line.split()[:2] for line in slow[1:3]] == [["1", "8"], ["2", "16"]]
+    assert slow[2] != capsys.readouterr().out.splitlines()[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--preset", "dgxa10"], "Did you mean 'dgxa100'?"),
+        (["--cluster.node_gbit", "0"], "cluster.node_gbit is 0.0; it must be Gbit/s, usually 1 to 6400"),
+        (["--cluster.devices_per_node", "0"], "cluster.devices_per_node is 0; it must be at least 1"),
+        (["--nodes", "0"], "nodes is 0; it must be more than 0"),
+        (["--nodes", "100000"], "nodes is 100000; it must be at most 4096"),
+        (["--global_batch_size", "100"], "global_batch_size is 100, less than the 512 devices"),
+        (["--variation", "3"], "variation is 3.0; it must be from 0 to 1"),
+    ],
+)
+def test_an_impossible_cluster_is_refused(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *FLAGS, *words]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_run_that_is_too_short_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    assert main(["predict", str(run)]) == 2
+    assert "holds 1 measured intervals of steps; a forecast needs 2" in capsys.readouterr().err
+    assert main(["predict", "--step_sec", "0.1"]) == 2
+    assert "batch_size is missing. Give the directory of a run, or --batch_size and --parameters." in (
+        capsys.readouterr().err
+    )

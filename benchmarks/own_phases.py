@@ -13,7 +13,6 @@ import os
 import resource
 import runpy
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ HEAD_BYTES = 40
 def note_phase(doing: Any, step: int = 0, **more: Any) -> None:
     phases.append((time.time() - start, doing.name, step))
     if step == 2 and not counts:
-        open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd != "3"]
-        counts.update(threads=threading.active_count(), sockets=sum(each.startswith("socket:") for each in open_files))
+        files = [each.is_socket() for each in Path("/proc/self/fd").iterdir()]
+        counts.update(threads=len(os.listdir("/proc/self/task")), sockets=sum(files))
     set_phase(doing, step, **more)
 
 

@@ -29,14 +29,14 @@ RESULT = Path("results/scale.json")
 RANK = Path(__file__).parent / "own_phases.py"
 STEPS, EXTRAPOLATED, TIMEOUT_SECONDS = 20, 1024, 900
 T_QUANTILES = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}  # 0.975, by degrees of freedom
-# The first moment of each phase on rank 0, in this order.
+# What follows the first moment of each phase on rank 0, in this order.
 PHASES = {
-    "python": "launcher",
-    "JOIN": "imports",
-    "PREPARE": "join",
-    "COMPILE": "data",
-    "RESTORE": "model",
-    "DATA": "first values",
+    "python": "imports",
+    "JOIN": "joining",
+    "PREPARE": "data",
+    "COMPILE": "model and step",
+    "RESTORE": "first values",
+    "DATA": "first step",
 }
 
 
@@ -65,6 +65,7 @@ def measure(size: int) -> dict[str, float]:
     return {
         "ranks": size,
         "seconds to the second step": second_step,
+        "seconds of launcher": moments["python"],
         **phases,
         "seconds in all": time.time() - begin,
         "CPU seconds of a rank": float(np.mean([each["cpu_sec"] for each in ranks])),

@@ -1,4 +1,4 @@
-"""What a run has measured, for a forecast."""
+"""Measurements of a run, for a forecast."""
 
 from __future__ import annotations
 

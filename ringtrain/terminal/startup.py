@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
+import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ringtrain import __version__
+from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.devices import describe_shared_memory, misses_gpus
 from ringtrain.runtime.machine import has_gpu_driver
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from ringtrain.collectives import Collective
     from ringtrain.runtime.devices import DevicePlan
 
+MAX_LISTED_RANKS = 16  # of more the first of each node
 # Printed as errors at every import.
 HARMLESS = re.compile(
     rb"Unable to register cu(FFT|DNN|BLAS) factory|before absl::InitializeLog\(\)"
@@ -82,6 +85,17 @@ def _filter_lines(reader: int, error_stream: int) -> None:
         os._exit(0)
 
 
+def place_ranks(rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Describe ranks by node, pid, device and threads: each, or of many ranks the first of each node."""
+    for node, group in itertools.groupby(enumerate(rows), key=lambda item: item[1][0]):
+        ranks = list(group)
+        for part in [[item] for item in ranks] if len(rows) <= MAX_LISTED_RANKS else [ranks]:
+            _, pid, computes_on, threads, *_ = part[0][1]
+            of_first = " of the first" if len(part) > 1 else ""
+            described = f"{computes_on}, {threads} thread{'s' if threads > 1 else ''}"
+            yield f"  {name_ranks([rank for rank, _ in part])} on {node} (pid {pid}{of_first}): {described}"
+
+
 def describe_start(collective: Collective, plan: DevicePlan, device: str) -> list[str]:
     """Return versions, devices of ranks, and settings with sources. Collective."""
     from ringtrain.collectives import all_gather_object
@@ -98,10 +112,7 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
         f"ringtrain {__version__}: {', '.join(versions)}",
         f"{world.size} rank{'s' if world.size > 1 else ''}, started by {world.launcher}; communication: "
         f"{collective.description}",
-        *(
-            f"  rank {rank} on {node} (pid {pid}): {computes_on}, {threads} thread{'s' if threads > 1 else ''}"
-            for rank, (node, pid, computes_on, threads, _) in enumerate(rows)
-        ),
+        *place_ranks(rows),
         *(f"  {setting.name}={setting.value} ({setting.source})" for setting in plan.settings),
         *describe_shared_memory(world, plan),
         *(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ringtrain.terminal.startup import place_ranks
+
 SCRIPT = """
 import gc
 from ringtrain.terminal.startup import skipping_garbage_collection
@@ -26,3 +28,13 @@ def test_the_garbage_collector_skips_objects_of_tensorflow(tmp_path: Path) -> No
     first, second = finished.stdout.splitlines()
     assert first == "False True True"
     assert second == "True True False", "it has no effect where TensorFlow is imported already"
+
+
+def test_many_ranks_are_listed_by_node() -> None:
+    rows = [[f"n{rank // 8}", 100 + rank, f"GPU:{rank % 8}", 2, False] for rank in range(17)]
+    assert list(place_ranks(rows)) == [
+        "  ranks 0-7 on n0 (pid 100 of the first): GPU:0, 2 threads",
+        "  ranks 8-15 on n1 (pid 108 of the first): GPU:0, 2 threads",
+        "  rank 16 on n2 (pid 116): GPU:0, 2 threads",
+    ]
+    assert list(place_ranks([["n0", 7, "core 0", 1, False]] * 16))[15] == "  rank 15 on n0 (pid 7): core 0, 1 thread"

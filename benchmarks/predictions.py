@@ -13,7 +13,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,14 @@ LAYERS = {
 WITHIN = 0.05
 
 
-def compare() -> list[dict[str, Any]]:
-    """Return one row for each size that is not fitted."""
+def compare(models: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Return one row for each size that is not fitted, of some models or all."""
     first: dict[str, tuple[int, float]] = {}
     rows = []
     for row in csv.DictReader(PUBLISHED.read_text(encoding="utf-8").splitlines()):
         model, devices = row["model"].partition(" (")[0], int(row["devices"])
+        if models is not None and model not in models:
+            continue
         series = f"{row['source'].split()[0]} {model}"
         if row["examples_per_sec"]:
             rate = float(row["examples_per_sec"]) / devices

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 import tensorflow as tf
 
 from ringtrain.collectives.base import Collective
-from ringtrain.collectives.groups import GradientSpec, fit_one_message, plan_groups
+from ringtrain.collectives.groups import GradientSpec, fits_one_message, plan_groups
 
 Compression = Literal["none", "fp16"]
 
@@ -120,7 +120,7 @@ class GradientReduction:
             return False
         if self.in_groups is not None:
             return not self.in_groups
-        return not self.collective.overlaps_compute or fit_one_message(specs)
+        return not self.collective.overlaps_compute or fits_one_message(specs)
 
     def plan_groups(self, specs: Sequence[GradientSpec]) -> list[list[int]]:
         return plan_groups(specs, min_group_bytes=1) if self.in_groups else plan_groups(specs)

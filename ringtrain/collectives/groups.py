@@ -19,7 +19,7 @@ class GradientSpec(NamedTuple):
     is_sparse: bool
 
 
-def fit_one_message(specs: Sequence[GradientSpec]) -> bool:
+def fits_one_message(specs: Sequence[GradientSpec]) -> bool:
     return sum(spec.num_bytes for spec in specs) <= ONE_MESSAGE_BYTES
 
 

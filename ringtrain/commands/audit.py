@@ -86,9 +86,10 @@ def main(arguments: Sequence[str], world: World) -> int:
     from ringtrain.keras.auditing.session import Auditor, watching
 
     auditor = Auditor(options.steps, options.max_mebibytes)
+    auditor.then = sys.exit
     sys.argv = [str(options.script), *rest]
     sys.path.insert(0, str(options.script.resolve().parent))
-    with watching(auditor, then=sys.exit):
+    with watching(auditor):
         try:
             runpy.run_path(str(options.script), run_name="__main__")
         except SystemExit as end:

@@ -76,23 +76,28 @@ def main(arguments: Sequence[str], world: World) -> int:
     refuse_launcher("predict", world)
     options = Options(**given | {"cluster": choose_cluster(given)})
     check(options)
-    from ringtrain.predict.forecast import SCENARIOS, forecast, last_worthwhile
+    from ringtrain.predict.forecast import SCENARIOS, find_compute, forecast, last_worthwhile
 
     work, samples, notes = choose_work(options)
+    variation = {} if options.variation is None else {"variation": options.variation}
+    scenarios = {name: scenario._replace(**variation) for name, scenario in SCENARIOS.items()}
+    works = {
+        name: replace(work, compute_sec=find_compute(work, options.cluster, scenario))
+        for name, scenario in scenarios.items()
+    }
 
     def of(nodes: int, name: str) -> Forecast:
         devices = nodes * options.cluster.devices_per_node
         batch_size = None if options.global_batch_size is None else options.global_batch_size / devices
-        return forecast(work, options.cluster, devices, SCENARIOS[name], batch_size=batch_size)
+        return forecast(works[name], options.cluster, devices, scenarios[name], batch_size=batch_size)
 
     powers = [2**power for power in range(MAX_NODES.bit_length()) if 2**power < options.nodes]
-    rows = [{name: of(nodes, name) for name in SCENARIOS} for nodes in (*powers, options.nodes)]
+    rows = [{name: of(nodes, name) for name in scenarios} for nodes in (*powers, options.nodes)]
     lines = [COLUMNS, *(format_row(row, options.cluster.devices_per_node, samples) for row in rows)]
     for line in lines:
         print("  ".join(cell.rjust(len(title)) for cell, title in zip(line, COLUMNS, strict=True)))
     last = last_worthwhile([of(nodes, "expected").examples_per_sec for nodes in range(1, options.nodes + 1)])
-    until = f"after {last}" if last else f"none up to {options.nodes}"
-    notes.append(f"nodes after which another gives less than half of the first's rate: {until}")
+    notes.append(f"the last of {options.nodes} nodes that adds at least half of the first's rate: {last}")
     print("\n".join(escape(f"  {note}") for note in notes))
     if options.out is not None:
         write(options.out, rows, {"cluster": asdict(options.cluster), "work": asdict(work), "notes": notes})
@@ -118,6 +123,8 @@ def check(options: Options) -> None:
     if options.variation is not None and not 0 <= options.variation < 1:
         raise UsageError(f"variation is {options.variation}; it must be from 0 to 1, usually 0.01 to 0.08.")
     missing = [name for name in ("step_sec", "batch_size", "parameters") if getattr(options, name) is None]
+    if options.run is not None and options.batch_size is not None and options.step_sec is None:
+        raise UsageError("batch_size is given without the time of its steps. Give --step_sec, or --global_batch_size.")
     if missing and options.run is None:
         raise UsageError(f"{missing[0]} is missing. Give the directory of a run, or --{' and --'.join(missing)}.")
 
@@ -127,7 +134,7 @@ def choose_work(options: Options) -> tuple[Work, int, list[str]]:
     from ringtrain.predict.forecast import Work
     from ringtrain.predict.measured import measure, uniform
 
-    changes: dict[str, Any] = {"variation": options.variation}
+    changes: dict[str, Any] = {}
     if options.step_sec is not None:
         changes |= {"step_sec": options.step_sec, "compute_sec": None, "measured_on": 1}
     if options.batch_size is not None:

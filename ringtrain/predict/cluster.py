@@ -16,11 +16,11 @@ from ringtrain.errors import UsageError
 BYTES_PER_GBIT = 1e9 / 8
 TCP_SHARE = 0.65  # of the rate that RDMA reaches
 RULES = {
-    "devices_per_node": (1, 1024, "at least 1, usually up to 16"),
-    "device_gbit": (0.001, 1e5, "Gbit/s, usually 60 (PCIe) to 7200 (NVLink 5); 1 GB/s is 8 Gbit/s"),
-    "device_latency_us": (0, 1e6, "microseconds, usually 1 to 20"),
-    "node_gbit": (0.001, 1e5, "Gbit/s, usually 1 to 6400; 1 GB/s is 8 Gbit/s"),
-    "node_latency_us": (0, 1e6, "microseconds, usually 1 (InfiniBand) to 100 (TCP)"),
+    "devices_per_node": (1, 1024, "usually 1 to 16"),
+    "device_gbit": (0.001, 1e5, "in Gbit/s, usually 60 (PCIe) to 7200 (NVLink 5); 1 GB/s is 8 Gbit/s"),
+    "device_latency_us": (0, 1e6, "in microseconds, usually 1 to 20"),
+    "node_gbit": (0.001, 1e5, "in Gbit/s, usually 1 to 6400; 1 GB/s is 8 Gbit/s"),
+    "node_latency_us": (0, 1e6, "in microseconds, usually 1 (InfiniBand) to 100 (TCP)"),
 }
 
 
@@ -67,7 +67,9 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, (least, most, rule) in RULES.items():
             if not least <= getattr(self, name) <= most:
-                raise UsageError(f"cluster.{name} is {getattr(self, name)}; it must be {rule}.")
+                raise UsageError(
+                    f"cluster.{name} is {getattr(self, name)}; it must be from {least:g} to {most:g}, {rule}."
+                )
 
     def all_reduce_sec(self, num_bytes: float, devices: int) -> float:
         """Two levels: a ring in each node, and a ring or tree among nodes, whichever takes less."""

@@ -46,7 +46,6 @@ class Work:
         value_bytes: of a number of a gradient.
         batch_size: samples of a device.
         accumulate: micro-batches, of which the last one's backward pass hides communication.
-        variation: that of the scenarios, if known.
     """
 
     step_sec: float
@@ -56,7 +55,6 @@ class Work:
     compute_sec: float | None = None
     measured_on: int = 1
     accumulate: int = 1
-    variation: float | None = None
 
     @property
     def gradient_bytes(self) -> list[int]:
@@ -86,8 +84,6 @@ def forecast(
     work: Work, cluster: Cluster, devices: int, scenario: Scenario, *, batch_size: float | None = None
 ) -> Forecast:
     """``batch_size``: another one of a device; the compute is proportional to it."""
-    if work.variation is not None:
-        scenario = scenario._replace(variation=work.variation)
     share = 1.0 if batch_size is None else batch_size / work.batch_size
     compute = share * find_compute(work, cluster, scenario)
     exposed = find_exposed(work, cluster, devices, compute, scenario)
@@ -125,7 +121,7 @@ def slowest_of(devices: int, variation: float) -> float:
     return 1 + variation * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-def last_worthwhile(rates: Sequence[float], share: float = 0.5) -> int | None:
-    """Return the nodes after which another adds less than ``share`` of the first's rate; ``rates``: from 1 node on."""
-    gains = (later - earlier for earlier, later in itertools.pairwise(rates))
-    return next((nodes for nodes, gain in enumerate(gains, start=1) if gain < share * rates[0]), None)
+def last_worthwhile(rates: Sequence[float], share: float = 0.5) -> int:
+    """Return the last node that adds at least ``share`` of the first's rate; ``rates``: of 1 node, 2, and so on."""
+    gains = [rates[0], *(later - earlier for earlier, later in itertools.pairwise(rates))]
+    return max(nodes for nodes, gain in enumerate(gains, start=1) if gain >= share * rates[0])

@@ -20,7 +20,6 @@ UNIFORM_VARIABLES = 50  # for a number of parameters alone
 class Measured:
     work: Work
     samples: int  # of the whole training
-    devices_per_node: int
     notes: list[str]
 
 
@@ -41,8 +40,8 @@ def measure(path: Path) -> Measured:
         if all(name in event for event in intervals)
     }
     exposed = median.get("communication_sec")
-    nodes = [rank.get("node") for rank in start.get("ranks", [])]
-    notes = [f"measured on {size} rank{'s' if size > 1 else ''}, {len(intervals)} intervals of the log"]
+    notes = ["all weights of the run are taken as trained"]
+    notes += [f"measured on {size} rank{'s' if size > 1 else ''}, {len(intervals)} intervals of the log"]
     if size == 1:
         notes.append("one rank: the cluster's latencies and rates are assumed, not measured")
     if (waits := median.get("input_sec", 0.0)) > 0.05 * median["sec_per_step"]:
@@ -57,8 +56,7 @@ def measure(path: Path) -> Measured:
         accumulate=run.settings.get("accumulate", 1),
     )
     total = start.get("total_steps") or 0
-    per_node = max(map(nodes.count, nodes), default=1)
-    return Measured(work=work, samples=total * batch_size, devices_per_node=per_node, notes=notes)
+    return Measured(work=work, samples=total * batch_size, notes=notes)
 
 
 def shapes_of(run: RunRecord, parameters: int) -> list[list[int]]:

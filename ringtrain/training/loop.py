@@ -210,7 +210,7 @@ def train_step(job: Job, session: RunSession, step: int, batch: Batch) -> Traine
 
 
 def train_many_steps(job: Job, session: RunSession, step: int, num_steps: int) -> Trained:
-    """Train up to ``num_steps`` after ``step`` in one call; return the last, the only one that may not be usual."""
+    """Train up to ``num_steps`` after ``step`` in one call; return the last, which alone may be non-finite."""
     batches, many = job.batches, job.many_steps
     is_first = not many.is_traced
     if is_first:

@@ -98,6 +98,17 @@ class Noise(keras.layers.Layer):
         return x * tf.random.uniform([], 0.5, 1.5)
 
 
+class Sampling(keras.layers.Layer):
+    """Draws by a seed generator, also outside of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.seed_generator)
+
+
 class Attention(keras.layers.Layer):
     """The gradient of the keys' bias is rounding alone."""
 
@@ -334,20 +345,20 @@ def test_a_rank_that_leaves_the_loop_ends_the_audit(collective: Collective) -> N
 
 @on_ranks(2)
 def test_functions_that_do_not_train_are_left_alone(collective: Collective) -> None:
-    """One that rank 0 alone calls, and the steps of two optimizers, each audited by itself."""
+    """Two that rank 0 alone calls, and the steps of two optimizers, each audited by itself, with layers of no model."""
     hvd.init()
     random = np.random.default_rng(20 + hvd.rank())
     layers = [keras.layers.Dense(CLASSES), keras.layers.Dense(CLASSES)]
     for layer in layers:
         layer.build((None, FEATURES))
     optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)]
-    mean = keras.metrics.Mean()
+    mean, dropout = keras.metrics.Mean(), keras.layers.Dropout(0.5)
 
     def make_step(layer: keras.layers.Layer, optimizer: Any) -> Any:
         @tf.function
         def step(x: tf.Tensor) -> tf.Tensor:
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(layer(x) - 1.0))
+                loss = tf.reduce_mean(tf.square(layer(dropout(x, training=True)) - 1.0))
             gradients = hvd.DistributedGradientTape(tape).gradient(loss, [v.value for v in layer.trainable_variables])
             optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
             mean.update_state(loss)
@@ -357,6 +368,16 @@ def test_functions_that_do_not_train_are_left_alone(collective: Collective) -> N
 
     steps = [make_step(*pair) for pair in zip(layers, optimizers, strict=True)]
     evaluate = tf.function(lambda x: tf.reduce_sum(layers[0](x)))
+    probe, of_probe = keras.layers.Dense(1), keras.optimizers.SGD(0.1)
+    probe.build((None, FEATURES))
+
+    @tf.function
+    def train_probe(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(probe(x)))
+        gradients = tape.gradient(loss, [v.value for v in probe.trainable_variables])
+        of_probe.apply_gradients(zip(gradients, probe.trainable_variables, strict=True))
+
     auditor = Auditor(4, 1)
     with watching(auditor):
         for number in range(4):
@@ -367,6 +388,7 @@ def test_functions_that_do_not_train_are_left_alone(collective: Collective) -> N
                 hvd.broadcast_variables([v for each in (*layers, *optimizers) for v in each.variables], root_rank=0)
             if hvd.rank() == 0:
                 evaluate(x)
+                train_probe(x)
     assert (len(auditor.results), auditor.passes, auditor.why_not) == (4, True, "")
     assert [int(optimizer.iterations) for optimizer in optimizers] == [4, 4]
     assert float(mean.count) == 8
@@ -378,6 +400,7 @@ def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
     for script, words in (
         (Script(optimizer=distribute(op=hvd.Adasum)), "no counterpart in one process"),
         (Script(layers=lambda: [Noise()]), "draws random numbers outside"),
+        (Script(layers=lambda: [Sampling()]), "draws random numbers outside"),
     ):
         audit = Auditor(1, 1)
         fit(script, audit)
@@ -479,6 +502,40 @@ def test_the_command_audits_a_script(script: Path, words: list[str], code: int, 
     if code != 2:
         assert json.loads((out / "verdict.json").read_text())["passes"] == (code == 0)
         assert "dense/kernel" in (out / "index.html").read_text()
+
+
+LOOP = """
+import keras, numpy as np, tensorflow as tf
+import ringtrain.keras as hvd
+
+hvd.init()
+random = np.random.default_rng(hvd.rank())
+layer, optimizer = keras.layers.Dense(1), keras.optimizers.SGD(0.1)
+layer.build((None, 4))
+
+@tf.function
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(layer(x)))
+    variables = [v.value for v in layer.trainable_variables]
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+    optimizer.apply_gradients(zip(gradients, layer.trainable_variables))
+
+for number in range(3 if hvd.rank() else 9):
+    step(tf.constant(random.normal(size=(8, 4)), tf.float32))
+    if number == 0:
+        hvd.broadcast_variables([*layer.variables, *optimizer.variables], root_rank=0)
+"""
+
+
+def test_the_command_audits_a_loop_that_a_rank_leaves(tmp_path: Path) -> None:
+    script, out = tmp_path / "loop.py", tmp_path / "audit"
+    script.write_text(LOOP)
+    command = [sys.executable, "-m", "ringtrain", "verify", "--script", str(script), "--steps", "5", "--out", str(out)]
+    run = run_command(command, env=clean_environment(), timeout=120)
+    assert (run.rc, run.left_behind) == (0, False), run.stderr
+    assert "ended before 5 steps: the script stopped training on rank 1" in run.stdout
+    assert json.loads((out / "verdict.json").read_text())["steps"] == 2
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,10 @@ def test_nodes_stop_paying_at_a_fixed_global_batch() -> None:
         batch_size = None if batch is None else batch / nodes
         return forecast(WORK, PRESETS["tcp10"], nodes, SCENARIOS["expected"], batch_size=batch_size).examples_per_sec
 
-    last = last_worthwhile([rate(nodes, 1024) for nodes in range(1, 65)])
-    assert last is not None
-    assert 1 < last < 16
-    assert last_worthwhile([100.0 * nodes for nodes in range(1, 65)]) is None
+    assert 1 < last_worthwhile([rate(nodes, 1024) for nodes in range(1, 65)]) < 16
+    assert last_worthwhile([100.0 * nodes for nodes in range(1, 65)]) == 64
+    assert last_worthwhile([100.0, *(120.0 + 70 * nodes for nodes in range(9))]) == 10  # the second pays for all
+    assert last_worthwhile([100.0, 149.0, 160.0]) == 1
 
 
 def test_published_rates_are_forecast() -> None:
@@ -87,6 +87,13 @@ def test_published_rates_are_forecast() -> None:
     assert result["in_interval"] >= 0.8 * len(rows)
     assert result["median_width"] <= 0.25
     assert result["within_5_points"] > result["simplest_within_5_points"]
+    without_layers = compare(models=["BERT large seq 128 LAMB"])
+    assert without_layers == [row for row in rows if row["model"].startswith("BERT")]
+    page = (ROOT / "docs/scaling.md").read_text()
+    assert f"Of {len(rows)} efficiencies {result['within_5_points']} are within 5 points" in " ".join(page.split())
+    for row in rows:
+        shown = f"{row['efficiency']:.0%} | {row['expected']:.0%} | {row['low']:.0%} to {row['high']:.0%} |"
+        assert row["is_within_5_points"] or f"| {shown}" in page, row
 
 
 @pytest.mark.slow  # builds five large models
@@ -135,8 +142,8 @@ def test_a_step_is_forecast_from_flags(capsys: pytest.CaptureFixture[str]) -> No
     ("words", "named"),
     [
         (["--preset", "dgxa10"], "Did you mean 'dgxa100'?"),
-        (["--cluster.node_gbit", "0"], "cluster.node_gbit is 0.0; it must be Gbit/s, usually 1 to 6400"),
-        (["--cluster.devices_per_node", "0"], "cluster.devices_per_node is 0; it must be at least 1"),
+        (["--cluster.node_gbit", "0"], "cluster.node_gbit is 0.0; it must be from 0.001 to 100000, in Gbit/s"),
+        (["--cluster.devices_per_node", "0"], "cluster.devices_per_node is 0; it must be from 1 to 1024"),
         (["--nodes", "0"], "nodes is 0; it must be more than 0"),
         (["--nodes", "100000"], "nodes is 100000; it must be at most 4096"),
         (["--global_batch_size", "100"], "global_batch_size is 100, less than the 512 devices"),
@@ -153,6 +160,8 @@ def test_a_run_that_is_too_short_is_refused(run: Path, capsys: pytest.CaptureFix
     (run / "metrics.jsonl").write_text("\n".join(lines[:3]) + "\n")
     assert main(["predict", str(run)]) == 2
     assert "holds 1 measured intervals of steps; a forecast needs 2" in capsys.readouterr().err
+    assert main(["predict", str(run), "--batch_size", "8"]) == 2
+    assert "batch_size is given without the time of its steps" in capsys.readouterr().err
     assert main(["predict", "--step_sec", "0.1"]) == 2
     assert "batch_size is missing. Give the directory of a run, or --batch_size and --parameters." in (
         capsys.readouterr().err

@@ -59,10 +59,10 @@ def tolerance_of(facts: Facts) -> float:
 def find_causes(facts: Facts) -> list[Cause]:
     """Return the causes that the facts show, most likely first; those of a right step are notes."""
     wrong = sorted({each.position for each in differences_of(facts, "gradient") if not each.passes})
-    causes = list(of_samples(facts))
+    causes = [*of_samples(facts), *of_reduction(facts, wrong)]
     # Each further test supposes that the earlier ones have found nothing.
-    for find in (of_reduction, of_rates, of_starts, of_weights, of_samples_of_others, of_unknown, of_loss):
-        if find is of_reduction or not any(cause.is_wrong for cause in causes):
+    for find in (of_rates, of_starts, of_weights, of_samples_of_others, of_unknown, of_loss):
+        if not any(cause.is_wrong for cause in causes):
             causes += find(facts, wrong)
     if facts[0]["compression"]:
         causes.append(Cause("compression", "Gradients are sent as float16: about 3 decimal digits.", is_wrong=False))
@@ -144,8 +144,8 @@ def of_weights(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
         yield Cause(
             "summed",
             f"Gradients are {size} times those of one process: they are summed, and the loss is a mean over a rank's "
-            "samples. Leave out op=hvd.Sum, or divide the loss by hvd.size() in the step (dividing by a number that "
-            "was computed before is right, and cannot be told from this mistake).",
+            "samples. Leave out op=hvd.Sum, or divide the loss by hvd.size() in the step. If the script divides it by "
+            "a value of hvd.size() that it read before, it is right; the audit cannot detect that.",
         )
     elif abs(factor * size - 1) < 0.1:
         yield Cause(

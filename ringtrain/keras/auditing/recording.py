@@ -30,6 +30,10 @@ COLLECTIVES_OF_ONE: dict[str, Any] = {
     "allreduce": lambda tensor, *args, **kwargs: tensor,
     "allgather": lambda tensor, *args, **kwargs: tensor,
     "broadcast": lambda tensor, *args, **kwargs: tensor,
+    "grouped_allreduce": lambda tensors, *args, **kwargs: tensors,
+    "reducescatter": lambda tensor, *args, **kwargs: tensor,
+    "allgather_object": lambda value, *args, **kwargs: [value],
+    "broadcast_object": lambda value, *args, **kwargs: value,
 }
 
 
@@ -46,7 +50,7 @@ class Recording:
     not_distributed: list[str] = field(default_factory=list)  # optimizers
     optimizers: list[Any] = field(default_factory=list)
     loss_scale: float = 1.0
-    models: dict[int, keras.Model] = field(default_factory=dict)
+    called: dict[int, keras.layers.Layer] = field(default_factory=dict)
     rates: list[float | None] = field(default_factory=list)  # of each update
     updates: collections.Counter[int] = field(default_factory=collections.Counter)  # by optimizer
     is_in_graph: bool = False
@@ -69,7 +73,7 @@ class Recording:
         return self.variables | self.written | {variable_key(variable): variable for variable in slots}
 
     def layers(self) -> list[keras.layers.Layer]:
-        return list({id(each): each for model in self.models.values() for each in model._flatten_layers()}.values())
+        return list({id(each): each for layer in self.called.values() for each in layer._flatten_layers()}.values())
 
     def why_not_audited(self) -> str:
         if self.is_in_graph:
@@ -119,30 +123,34 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
         return plain(optimizer, grads, trainable_variables)
 
     def call(plain: Plain, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(layer, keras.Model):
-            record.models[id(layer)] = layer
+        record.called[id(layer)] = layer
         return plain(layer, *args, **kwargs)
 
     def assign(plain: Plain, variable: Any, *args: Any, **kwargs: Any) -> Any:
         record.written[variable.ref()] = variable
         return plain(variable, *args, **kwargs)
 
-    variable_class = next(each for each in type(tf.Variable(0.0)).__mro__ if "assign" in vars(each))
     with contextlib.ExitStack() as stack:
         patches: list[tuple[Any, str, Plain]] = [
             (Exchange, "reduce", reduce),
             (Exchange, "_reduce_now", reduce_now),
             *((each, "apply", apply) for each in (keras.optimizers.Optimizer, *OUTER)),
             (keras.layers.Layer, "__call__", call),
-            *((variable_class, name, assign) for name in ("assign", "assign_add", "assign_sub")),
+            *((_variable_class(), name, assign) for name in ("assign", "assign_add", "assign_sub")),
         ]
         for patch in patches:
             stack.enter_context(replaced(*patch))
         if is_one_process:
             stack.enter_context(alone())
             for interface in (hvd, sys.modules[__name__.partition(".auditing")[0]]):
-                stack.enter_context(mock.patch.multiple(interface, **COLLECTIVES_OF_ONE))
+                there = {name: value for name, value in COLLECTIVES_OF_ONE.items() if hasattr(interface, name)}
+                stack.enter_context(mock.patch.multiple(interface, **there))
         yield
+
+
+@functools.cache
+def _variable_class() -> type:
+    return next(each for each in type(tf.Variable(0.0)).__mro__ if "assign" in vars(each))
 
 
 def replaced(owner: Any, name: str, around: Plain) -> Any:

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.errors import ReplicasDifferError, UsageError
-from ringtrain.keras.auditing.causes import Cause, Facts, find_causes, find_differences
+from ringtrain.keras.auditing.causes import COMPARED, Cause, Facts, find_causes, find_differences
 from ringtrain.keras.auditing.recording import Recording, eagerly, recording, replaced
 from ringtrain.keras.auditing.step import Batch, NotAuditedError, Trial, Values, agree, compare, read_values
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
@@ -46,6 +46,7 @@ class Auditor:
         self.steps, self._max_bytes = steps, max_mebibytes * 2**20
         self.results: list[Facts] = []
         self.why_not = ""
+        self.then: Callable[[], None] = lambda: None  # when it is done
         self._watched: dict[int, Watched] = {}
         self._is_in_step = False
 
@@ -57,9 +58,9 @@ class Auditor:
         self._watched.pop(id(owner), None)
 
     def call(self, owner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a step of the script, of a function or model. Collective if its first call reduced gradients."""
+        """Call a step of the script, of a function or model. Collective if its first calls reduced gradients."""
         watched = self._watched.setdefault(id(owner), Watched(owner))
-        if self._is_in_step or self.is_done or (watched.known and not watched.known.variables):
+        if self._is_in_step or self.is_done or (watched.known and not watched.known.exchanges):
             return step(*args, **kwargs)
         self._is_in_step = True
         try:
@@ -77,6 +78,7 @@ class Auditor:
                 watched.before = watched.before or read_values(known.all_variables())
         except NotAuditedError as error:
             self.why_not = str(error)
+            self.then()  # before the step, which may wait for a rank that has left
             return step(*args, **kwargs)
         with recording(watched.record):
             returned = step(*args, **kwargs)
@@ -97,13 +99,11 @@ class Auditor:
         return returned
 
     def end(self) -> None:
-        """End the audit before its last step. Collective with the steps of ranks that continue."""
-        for watched in () if self.is_done or not hvd.is_initialized() else self._watched.values():
-            if watched.known and watched.known.variables:
-                with contextlib.suppress(NotAuditedError):
-                    why_not = f"the script stopped training on rank {hvd.rank()}"
-                    agree(ProcessSetCollective(), watched.known, Batch(()), self._max_bytes, why_not)
-                return
+        """End the audit before its last step. Collective, also with the steps of ranks that continue."""
+        if not self.is_done and hvd.is_initialized():
+            with contextlib.suppress(NotAuditedError):
+                why_not = f"the script stopped training on rank {hvd.rank()}"
+                agree(ProcessSetCollective(), Recording(), Batch(()), self._max_bytes, why_not)
 
     def find_causes(self) -> list[Cause]:
         """Return each cause once, of the step that shows it first."""
@@ -122,7 +122,11 @@ class Auditor:
         ranks = self.results[0]
         counts = ", ".join(str(its["count"]) for its in ranks)
         lines = [f"audit: {len(self.results)} steps of {len(ranks)} ranks, with batches of {counts} samples"]
-        for of_kind in zip(*map(find_differences, self.results), strict=False):
+        found = [each for facts in self.results for each in find_differences(facts)]
+        for kind in COMPARED.values():
+            of_kind = [each for each in found if each.kind == kind]
+            if not of_kind:
+                continue
             worst = max(of_kind, key=lambda each: each.value / each.tolerance)
             word = "equal within" if worst.passes else "DIFFERENT by"
             lines.append(f"  {worst.kind}: {word} {worst.value:.1e} (tolerance {worst.tolerance:.0e}), {worst.name}")
@@ -143,12 +147,12 @@ class Auditor:
             "why_not": self.why_not,
             "causes": [cause._asdict() for cause in self.find_causes()],
             "differences": [[{**each._asdict(), "passes": each.passes} for each in row] for row in differences],
-            "variables": [facts[0]["variables"] for facts in self.results],
+            "variables": [worst_rows(facts) for facts in self.results],
         }
 
     def to_page(self) -> str:
         """Return HTML of the verdict and of the variables in the first step, the most different first."""
-        rows = sorted(self.results[0][0]["variables"], key=lambda row: -row["gradient"])
+        rows = sorted(worst_rows(self.results[0]), key=lambda row: -row["gradient"])
         shown = [
             [f"{row[name]:.2g}" if isinstance(row[name], float) else row[name] for name in COLUMNS] for row in rows
         ]
@@ -158,13 +162,20 @@ class Auditor:
             '<!doctype html><html lang="en"><meta charset="utf-8"><title>Audit</title>'
             "<style>body {font-family: sans-serif; margin: 2em} pre {white-space: pre-wrap} td {padding: 0.2em 1em}"
             f"</style><pre>{html.escape(chr(10).join(self.describe()))}</pre>"
-            "<p>First audited step, rank 0: differences by Euclidean length, relative to one process with the samples "
-            "of all ranks; rounding: by the reverse order of the samples; factor: ratio to one process.</p>"
+            "<p>First audited step, on the rank that differs most: differences by Euclidean length, relative to one "
+            "process with the samples of all ranks; rounding: by the reverse order of the samples; factor: ratio to "
+            "one process.</p>"
             f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table></html>"
         )
 
     def show(self) -> None:
         print("\n".join(["", *self.describe()]), flush=True)  # a progress bar ends in no new line
+
+
+def worst_rows(facts: Facts) -> list[dict[str, Any]]:
+    """Return for each variable the facts of the rank whose gradient differs most."""
+    of_variables = zip(*(its["variables"] for its in facts), strict=True)
+    return [max(of_ranks, key=lambda row: row["gradient"]) for of_ranks in of_variables]
 
 
 class Audit(keras.callbacks.Callback):
@@ -247,22 +258,22 @@ def audit(steps: int = DEFAULT_STEPS, *, max_mebibytes: int = DEFAULT_MEBIBYTES)
 
 
 @contextlib.contextmanager
-def watching(auditor: Auditor, *, then: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Pass all steps through the audit; call ``then`` when it is done."""
+def watching(auditor: Auditor) -> Iterator[None]:
+    """Pass all steps through the audit."""
 
     def call(plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         if auditor.is_done or not tf.executing_eagerly():
             return plain(function, *args, **kwargs)
         returned = auditor.call(function, functools.partial(plain, function), *args, **kwargs)
         if auditor.is_done:
-            then()
+            auditor.then()
         return returned
 
     def create(plain: Callable[..., Any], callback_list: Any, *args: Any, **kwargs: Any) -> None:
         plain(callback_list, *args, **kwargs)
         others = [callback for callback in callback_list.callbacks if not isinstance(callback, Audit)]
         mine = Audit()
-        mine.auditor, mine.then = auditor, lambda: then() if auditor.is_done else None
+        mine.auditor, mine.then = auditor, lambda: auditor.then() if auditor.is_done else None
         mine.set_model(callback_list.model)
         mine.set_params(callback_list.params)
         added.append(mine)

@@ -69,20 +69,21 @@ class Trial(NamedTuple):
 
     record: Recording
     before: Values
-    after: Values
+    after: Values  # empty if only gradients are compared
     returned: Any
 
     def gradient(self, key: Any) -> np.ndarray:
         """Applied; zeros if none was."""
         given = self.record.applied.get(key)
-        return np.zeros_like(self.after[key]) if given is None else np.asarray(tf.convert_to_tensor(given))
+        return np.zeros_like(self.before[key]) if given is None else np.asarray(tf.convert_to_tensor(given))
 
     def update(self, key: Any) -> np.ndarray:
         return self.after[key] - self.before[key]
 
     def loss(self) -> float | None:
         """Logged by ``fit`` for this step, or returned by it as a number; None if neither."""
-        metrics = [each for model in self.record.models.values() for each in model.metrics if each.name == "loss"]
+        models = [each for each in self.record.called.values() if isinstance(each, keras.Model)]
+        metrics = [each for model in models for each in model.metrics if each.name == "loss"]
         for metric in (each for each in metrics if isinstance(each, keras.metrics.Mean)):
             total, count = variable_key(metric.total), variable_key(metric.count)
             if total in self.before and self.update(count):
@@ -150,35 +151,40 @@ def find_facts(
     real: Trial,
     variables: Mapping[Any, Any],
 ) -> dict[str, Any]:
-    """Return this rank's. Collective; leaves other values in the variables."""
+    """Return this rank's facts. Collective; leaves other values in the variables."""
     whole = [
         [collective.all_gather(tensor, name=f"audit/samples/{i}/{j}") for j, tensor in enumerate(batch.samples)]
         for i, batch in enumerate(batches)
     ]
 
     def run(
-        change: Callable[[tf.Tensor], tf.Tensor] | None, *, start: Values = real.before, off: Sequence[Any] = ()
+        change: Callable[[tf.Tensor], tf.Tensor] | None, *, others: Values | None = None, off: Sequence[Any] = ()
     ) -> Trial:
-        """Run with changed samples of all ranks (None: this rank's), and layers ``off`` as in inference."""
+        """Run with changed samples of all ranks (None: this rank's), and layers ``off`` as in inference.
+
+        ``others``: values at the begin that differ from the script's; then only gradients are kept.
+        """
+        start = {**real.before, **(others or {})}
         write_values(variables, start)
         record, is_one = Recording(), change is not None
         with recording(record, is_one_process=is_one), replaced(keras.layers.Layer, "__call__", _call_without(off)):
             for batch, samples in zip(batches, whole, strict=True):
                 args, kwargs = batch.arguments_with([change(each) for each in samples] if change else batch.samples)
                 returned = step(*args, **kwargs)
-        return Trial(record, start, read_values(variables), returned)
+        return Trial(record, start, read_values(variables) if others is None else {}, returned)
 
-    drawing = [layer for layer in known.layers() if draws(layer)]
+    drawing = [layer for layer in known.layers() if draws(layer) and has_training(layer)]
+    seeds = {key: real.before[key] + 1 for key, variable in variables.items() if "seed_generator" in variable.name}
     ranks = run(None, off=drawing) if drawing else real
-    one, again = run(tf.identity, off=drawing), run(tf.identity, off=drawing)
+    one, again = run(tf.identity, off=drawing), run(tf.identity, others=seeds, off=drawing)
     count = sum(batch.count for batch in batches)
     facts = describe(collective, ranks, one, run(lambda samples: samples[::-1], off=drawing), known, count)
     norms = [layer for layer in known.layers() if is_local_norm(layer)]
     if norms:
         statistics = [v for layer in norms for v in layer.non_trainable_variables]
         of_rank0 = collective.broadcast([tf.convert_to_tensor(v.value) for v in statistics], name="audit/statistics")
-        start = dict(real.before) | {variable_key(v): np.asarray(x) for v, x in zip(statistics, of_rank0, strict=True)}
-        frozen, right = (run(change, start=start, off=[*drawing, *norms]) for change in (None, tf.identity))
+        same = {variable_key(v): np.asarray(value) for v, value in zip(statistics, of_rank0, strict=True)}
+        frozen, right = (run(change, others=same, off=[*drawing, *norms]) for change in (None, tf.identity))
         facts["without_norms"] = compare_gradients(frozen, right, known)
     return facts | {
         "repeated": compare_gradients(again, one, known),
@@ -220,7 +226,7 @@ def describe(
                 "bits": hash_bits(found),
             }
         )
-    state = [v for model in record.models.values() for v in model.non_trainable_variables if not is_seed_state(v)]
+    state = [v for layer in record.called.values() for v in layer.non_trainable_variables if not is_seed_state(v)]
     keys = {variable_key(v): v.path for v in state if variable_key(v) in ranks.before}
     settings = [exchange.settings for exchange in record.exchanges]
     return {
@@ -246,10 +252,14 @@ def _call_without(layers: Sequence[keras.layers.Layer]) -> Callable[..., Any]:
     chosen = set(map(id, layers))
 
     def call(plain: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        is_off = id(layer) in chosen and "training" in layer._call_signature.parameters
+        is_off = id(layer) in chosen and has_training(layer)
         return plain(layer, *args, **(kwargs | {"training": False} if is_off else kwargs))
 
     return call
+
+
+def has_training(layer: keras.layers.Layer) -> bool:
+    return "training" in layer._call_signature.parameters
 
 
 def is_local_norm(layer: keras.layers.Layer) -> bool:

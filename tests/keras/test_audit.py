@@ -318,6 +318,16 @@ def test_a_loop_of_a_script_is_audited(collective: Collective, op: str) -> None:
 
 
 @on_ranks(2)
+def test_fit_within_the_block_is_audited(collective: Collective) -> None:
+    hvd.init()
+    with hvd.audit(steps=1):
+        model = fit(Script(), None)
+    assert not model.run_eagerly
+    with pytest.raises(ReplicasDifferError, match="same samples"), hvd.audit(steps=1):
+        fit(WRONG["the same data"][1], None)
+
+
+@on_ranks(2)
 def test_a_rank_that_leaves_the_loop_ends_the_audit(collective: Collective) -> None:
     hvd.init()
     random, layer = np.random.default_rng(hvd.rank()), keras.layers.Dense(CLASSES)

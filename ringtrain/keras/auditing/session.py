@@ -269,15 +269,12 @@ def watching(auditor: Auditor) -> Iterator[None]:
             auditor.then()
         return returned
 
-    def create(plain: Callable[..., Any], callback_list: Any, *args: Any, **kwargs: Any) -> None:
-        plain(callback_list, *args, **kwargs)
-        others = [callback for callback in callback_list.callbacks if not isinstance(callback, Audit)]
+    def create(plain: Callable[..., Any], callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
         mine = Audit()
         mine.auditor, mine.then = auditor, lambda: auditor.then() if auditor.is_done else None
-        mine.set_model(callback_list.model)
-        mine.set_params(callback_list.params)
         added.append(mine)
-        callback_list.callbacks[:] = [*others, mine]
+        others = [each for each in keras.tree.flatten(callbacks or []) if not isinstance(each, Audit)]
+        plain(callback_list, [*others, mine], *args, **kwargs)
 
     added: list[Audit] = []
     function_class = type(tf.function(lambda: None))

@@ -341,7 +341,7 @@ class FitSession:
             f"the run is kept in {path}"
             + (f"; it resumes from the checkpoint of step {self._start.step}{where}" if checkpoint else "")
         )
-        self._session.write_start(parameters=self.model.count_params(), launcher=read_world(os.environ).launcher)
+        self._session.write_start(self.model, launcher=read_world(os.environ).launcher)
 
     def _write_log(self, logs: Mapping[str, Any]) -> None:
         """Log means; raise DivergedError for a non-finite loss. Collective."""

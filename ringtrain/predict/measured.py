@@ -6,11 +6,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringtrain.errors import DataError, UsageError
+from ringtrain.errors import UsageError
 from ringtrain.predict.forecast import Work
-from ringtrain.report.reading import RunRecord, read_run
-from ringtrain.run.checkpoint import MANIFEST_FILE, read_manifest
-from ringtrain.run.store import list_steps, step_name
+from ringtrain.report.reading import read_run
 
 MIN_INTERVALS = 2  # of the log, after the first, which holds the compilation
 UNIFORM_VARIABLES = 50  # for a number of parameters alone
@@ -28,20 +26,19 @@ def measure(path: Path) -> Measured:
     run = read_run(path)
     start = run.of_kind("start")[-1] if run.of_kind("start") else {}
     intervals = [event for event in run.of_kind("train") if event["step"] > start.get("first_step", 0)][1:]
-    size, batch_size = start.get("size"), start.get("global_batch_size")
-    if len(intervals) < MIN_INTERVALS or not size or not batch_size:
+    if len(intervals) < MIN_INTERVALS or not (start.get("size") and start.get("parameters")):
         raise UsageError(
             f"{str(path)!r} holds {len(intervals)} measured intervals of steps; a forecast needs {MIN_INTERVALS} after "
             "the first, which compiles. Train longer, or with a smaller --log_every."
         )
     median = {
         name: statistics.median(event[name] for event in intervals)
-        for name in ("sec_per_step", "input_sec", "communication_sec")
+        for name in ("sec_per_step", "input_sec", "communication_sec", "examples_per_sec")
         if all(name in event for event in intervals)
     }
-    exposed = median.get("communication_sec")
-    notes = ["all weights of the run are taken as trained"]
-    notes += [f"measured on {size} rank{'s' if size > 1 else ''}, {len(intervals)} intervals of the log"]
+    size, exposed = start["size"], median.get("communication_sec")
+    batch_size = start.get("global_batch_size") or median["examples_per_sec"] * median["sec_per_step"]  # of a fit
+    notes = [f"measured on {size} rank{'s' if size > 1 else ''}, {len(intervals)} intervals of the log"]
     if size == 1:
         notes.append("one rank: the cluster's latencies and rates are assumed, not measured")
     if (waits := median.get("input_sec", 0.0)) > 0.05 * median["sec_per_step"]:
@@ -49,24 +46,13 @@ def measure(path: Path) -> Measured:
     work = Work(
         step_sec=median["sec_per_step"],
         compute_sec=None if exposed is None else median["sec_per_step"] - exposed,
-        shapes=shapes_of(run, start.get("parameters", 0)),
+        shapes=start.get("trained_shapes") or uniform(start["parameters"]),  # an older run has none
         value_bytes=2 if run.settings.get("compression") == "fp16" else 4,
         batch_size=batch_size / size,
         measured_on=size,
         accumulate=run.settings.get("accumulate", 1),
     )
-    total = start.get("total_steps") or 0
-    return Measured(work=work, samples=total * batch_size, notes=notes)
-
-
-def shapes_of(run: RunRecord, parameters: int) -> list[list[int]]:
-    """Return shapes of the weights in the newest checkpoint; equal parts of all parameters without one."""
-    directory = run.path / "checkpoints"
-    try:
-        newest = read_manifest(directory / step_name(list_steps(directory)[-1]) / MANIFEST_FILE)
-    except (DataError, OSError, IndexError):
-        return uniform(parameters)
-    return [item["shape"] for item in newest["variables"] if item["name"].startswith("weights/")]
+    return Measured(work=work, samples=int(start.get("total_steps", 0) * batch_size), notes=notes)
 
 
 def uniform(parameters: int) -> list[list[int]]:

@@ -110,12 +110,11 @@ def set_initial_values(job: Job, session: RunSession) -> None:
 
 def describe(job: Job, session: RunSession) -> None:
     order, size, line = job.plan.order, job.collective.world.size, session.console.line
-    parameters = job.step.model.count_params()
     evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
     samples = f"{order.num_samples:,} samples"
     if isinstance(order, StreamingOrder):
         samples = "every rank reads all samples, and takes its slice" if order.is_shared else "samples fed by each rank"
-    line(f"{job.config.workload}: {parameters:,} parameters; {samples}{evaluated}")
+    line(f"{job.config.workload}: {job.step.model.count_params():,} parameters; {samples}{evaluated}")
     line(
         f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
         f"{order.steps_per_epoch} steps an epoch, {job.plan.total_steps} in all"
@@ -125,7 +124,7 @@ def describe(job: Job, session: RunSession) -> None:
     data = digest_contents(job.contents) if session.directory is not None else {}
     warn_of_other_data(job, data, session)
     session.write_start(
-        parameters=parameters,
+        job.step.model,
         launcher=job.collective.world.launcher,
         samples=None if isinstance(order, StreamingOrder) else order.num_samples,  # unknown for a stream
         global_batch_size=order.global_batch_size,

@@ -87,7 +87,7 @@ class RunSession:
             + (f"the run resumes from the checkpoint of step {saved}." if saved else "nothing is saved.")
         )
 
-    def write_start(self, *, parameters: int, launcher: str, **more: Any) -> None:
+    def write_start(self, model: keras.Model, *, launcher: str, **more: Any) -> None:
         """Write the ``start`` event. Collective."""
         world, ranks = self.collective.world, describe_ranks(self.collective)
         if self.directory is None:
@@ -97,7 +97,8 @@ class RunSession:
             workload=self.config.workload,
             size=world.size,
             first_step=self.start.step,
-            parameters=parameters,
+            parameters=model.count_params(),
+            trained_shapes=[list(variable.shape) for variable in model.trainable_variables],
             **more,
             node=world.node,
             launcher=launcher,

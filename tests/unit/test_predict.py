@@ -130,6 +130,19 @@ def test_a_run_is_forecast(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<div" in (out / "forecast.html").read_text()
 
 
+def test_a_fit_is_forecast(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It logs neither its batch nor its length."""
+    start, *others = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    del start["global_batch_size"], start["total_steps"], start["first_step"]
+    start["trained_shapes"] = [[1000, 1000]]
+    events = [start, *(event | {"examples_per_sec": 64 / event["sec_per_step"]} for event in others)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert main(["predict", str(run), "--nodes", "1", "--out", str(run / "forecast")]) == 0
+    work = json.loads((run / "forecast/forecast.json").read_text())["work"]
+    assert work["batch_size"] == pytest.approx(32, rel=0.1)
+    assert work["shapes"] == [[1000, 1000]]
+
+
 def test_a_step_is_forecast_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *FLAGS, "--nodes", "2", "--cluster.node_gbit", "10"]) == 0
     slow = capsys.readouterr().out.splitlines()

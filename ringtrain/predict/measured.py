@@ -11,6 +11,7 @@ from ringtrain.predict.forecast import Work
 from ringtrain.report.reading import read_run
 
 MIN_INTERVALS = 2  # of the log, after the first, which holds the compilation
+NEEDED = {"step", "sec_per_step", "examples_per_sec"}  # of an interval
 UNIFORM_VARIABLES = 50  # for a number of parameters alone
 
 
@@ -25,7 +26,8 @@ def measure(path: Path) -> Measured:
     """Raise UsageError for a run without enough measurements."""
     run = read_run(path)
     start = run.of_kind("start")[-1] if run.of_kind("start") else {}
-    intervals = [event for event in run.of_kind("train") if event["step"] > start.get("first_step", 0)][1:]
+    of_steps = [event for event in run.of_kind("train") if event.keys() >= NEEDED]
+    intervals = [event for event in of_steps if event["step"] > start.get("first_step", 0)][1:]
     if len(intervals) < MIN_INTERVALS or not (start.get("size") and start.get("parameters")):
         raise UsageError(
             f"{str(path)!r} holds {len(intervals)} measured intervals of steps; a forecast needs {MIN_INTERVALS} after "

@@ -112,6 +112,7 @@ def run(tmp_path: Path) -> Path:
     events: list[dict[str, Any]] = [start | {"parameters": 1_000_000, "ranks": ranks}]
     for step, seconds in ((10, 9.0), (20, 0.11), (30, 0.12), (40, 0.10)):
         events.append({"event": "train", "step": step, "sec_per_step": seconds, "communication_sec": 0.01})
+        events[-1]["examples_per_sec"] = 128 / seconds
     (directory / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return directory
 
@@ -173,6 +174,9 @@ def test_a_run_that_is_too_short_is_refused(run: Path, capsys: pytest.CaptureFix
     (run / "metrics.jsonl").write_text("\n".join(lines[:3]) + "\n")
     assert main(["predict", str(run)]) == 2
     assert "holds 1 measured intervals of steps; a forecast needs 2" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], *['{"event": "train", "step": 5}'] * 5]) + "\n")
+    assert main(["predict", str(run)]) == 2
+    assert "holds 0 measured intervals" in capsys.readouterr().err
     assert main(["predict", str(run), "--batch_size", "8"]) == 2
     assert "batch_size is given without the time of its steps" in capsys.readouterr().err
     assert main(["predict", "--step_sec", "0.1"]) == 2

@@ -195,6 +195,9 @@ RIGHT: dict[str, Script] = {
     "SGD": Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9))),
     "dropout": Script(layers=lambda: [keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.1)]),
     "SyncBatchNormalization": Script(layers=lambda: [hvd.SyncBatchNormalization()]),
+    "SyncBatchNormalization and dropout": Script(
+        layers=lambda: [hvd.SyncBatchNormalization(), keras.layers.Dropout(0.5)]
+    ),
     "fp16": Script(optimizer=distribute(compression=hvd.Compression.fp16)),
     "sums of a divided loss": Script(
         loss=lambda y, z: CROSS_ENTROPY(y, z) / hvd.size(), optimizer=distribute(op=hvd.Sum)
@@ -268,6 +271,7 @@ def test_a_right_script_passes(collective: Collective, name: str) -> None:
     assert len(audit.results) == 1
     assert audit.passes
     assert names(audit) == []
+    assert bool(audit.results[0][0]["state"]) == ("SyncBatchNormalization" in name)
 
 
 @on_ranks(2)

@@ -153,15 +153,17 @@ def _variable_class() -> type:
     return next(each for each in type(tf.Variable(0.0)).__mro__ if "assign" in vars(each))
 
 
-def replaced(owner: Any, name: str, around: Plain) -> Any:
-    """Replace a method by ``around(plain, self, ...)`` until the end of a block."""
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, around: Plain) -> Iterator[None]:
+    """Replace a method by ``around(plain, self, ...)`` until the end of the block."""
     plain = getattr(owner, name)
 
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(plain, self, *args, **kwargs)
 
-    return mock.patch.object(owner, name, method)
+    with mock.patch.object(owner, name, method):
+        yield
 
 
 @contextlib.contextmanager

@@ -69,6 +69,7 @@ _moves = itertools.count(1)
 _last_move = 0
 _tell_at_once: Callable[[], None] | None = None
 _find_phase: Callable[[], tuple[Phase, int]] | None = None
+_own_time = (0, 0.0)
 _phase_lock = threading.Lock()
 
 
@@ -90,6 +91,17 @@ def move() -> None:
     """Record progress from any thread."""
     global _last_move
     _last_move = next(_moves)
+
+
+def note_own_time(steps: int, seconds: float) -> None:
+    """Seconds of this process' steps so far, without its waits for other ranks."""
+    global _own_time
+    _own_time = (steps, seconds)
+
+
+def own_time() -> tuple[int, float]:
+    """Return (0, 0.0) if steps are not timed."""
+    return _own_time
 
 
 def current() -> tuple[Note, int]:

@@ -52,6 +52,11 @@ class StepTimes:
         """``seconds``: from this rank's last gradient to the last sum."""
         self._communication += seconds
 
+    @property
+    def own_sec(self) -> float | None:
+        """Seconds of all steps without waits for other ranks; None if not timed."""
+        return self._input + self._steps - self._communication if self._times_communication else None
+
     def totals(self) -> dict[str, float]:
         known = {"input_sec": self._input}
         if self._times_communication:

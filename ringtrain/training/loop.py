@@ -258,6 +258,8 @@ def settle(
     step, batch, returned, is_last = trained
     guard.check(step, batch, returned)
     job.times.note_communication(read_value(returned, "communication_sec"))
+    if (own_sec := job.times.own_sec) is not None:
+        activity.note_own_time(step - job.plan.first_step, own_sec)
     if session.console.is_terminal:
         session.console.loss(read_loss(returned))
     if job.batches.is_counted:

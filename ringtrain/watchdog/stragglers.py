@@ -1,22 +1,33 @@
-"""Detection of a rank that computes slowly.
+"""Detection of a slow rank, for which the others wait.
 
-Step times are equal on all ranks. So each rank samples if one of its threads is runnable (proc(5): state R): always on
-a slow rank, not on waiting ones. Not detected: waits too short to sleep, and GPU work.
+On cores each rank measures its steps without its waits for other ranks. Where nothing is measured (deterministic mode,
+``fit``, GPUs), it samples if one of its threads is runnable (proc(5): state R): always on a slow rank, not on waiting
+ones. Not detected then: waits too short to sleep, and GPU work.
 """
 
 from __future__ import annotations
 
+import operator
 import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.processes import list_threads, read_process
 
 LOOKS_PER_WINDOW = 30
 WINDOWS = 2  # consecutive, to ignore bursts
-FACTOR = 2.0
-LEAST_SHARE = 0.9  # a slow rank seldom sleeps
+
+
+class Measure(NamedTuple):
+    words: str
+    factor: float  # of a slow rank's value over the others' median
+    least: float = 0.0  # value of a slow rank
+
+
+STEPS = Measure("its steps take {:.3g} ms without waits for others, theirs {:.3g} ms", factor=1.2)
+LOOKS = Measure("it is at work {:.0%} of the time, they are {:.0%}", factor=2.0, least=0.9)
 
 
 class Looks:
@@ -39,42 +50,51 @@ class Looks:
         self.times_runnable += any(thread is not None and thread.state == "R" for thread in threads)
 
 
+class Progress(NamedTuple):
+    """Totals of a rank since its start."""
+
+    looks: float
+    runnable: float  # looks at which a thread was
+    steps: float = 0  # 0: not timed
+    own_sec: float = 0  # of these steps, without waits for other ranks
+
+
 class Stragglers:
     def __init__(self) -> None:
-        self._begun: dict[int, tuple[int, int]] = {}
+        self._begun: dict[int, Progress] = {}
         self._windows_slow: dict[int, int] = {}
 
-    def compare(self, looks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[float, float]]:
-        """Return new slow ranks, with runnable shares of the rank and the others.
-
-        ``looks``: per rank, samples and runnable ones; empty if not training.
-        """
-        if set(looks) != set(self._begun):
-            self._begun = dict(looks)
+    def compare(self, progress: Mapping[int, Progress]) -> dict[int, str]:
+        """Return new slow ranks and why. ``progress``: per rank; empty if not training."""
+        if set(progress) != set(self._begun):
+            self._begun = dict(progress)
             return {}
-        since = {
-            rank: (looks[rank][0] - times, looks[rank][1] - runnable) for rank, (times, runnable) in self._begun.items()
-        }
-        if min((times for times, _ in since.values()), default=0) < LOOKS_PER_WINDOW:
+        since = {rank: Progress(*map(operator.sub, progress[rank], begun)) for rank, begun in self._begun.items()}
+        if min((each.looks for each in since.values()), default=0) < LOOKS_PER_WINDOW:
             return {}
-        self._begun = dict(looks)
-        slow = find_slow({rank: runnable / times for rank, (times, runnable) in since.items()})
+        self._begun = dict(progress)
+        slow = find_slow(since)
         told = {rank for rank, windows in self._windows_slow.items() if windows >= WINDOWS}
         self._windows_slow = {rank: self._windows_slow.get(rank, 0) + 1 for rank in {*slow, *told}}
-        return {rank: shares for rank, shares in slow.items() if self._windows_slow[rank] == WINDOWS}
+        return {rank: why for rank, why in slow.items() if self._windows_slow[rank] == WINDOWS}
 
 
-def find_slow(shares: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+def find_slow(since: Mapping[int, Progress]) -> dict[int, str]:
+    """Return slow ranks and why."""
+    if all(each.steps > 0 for each in since.values()):
+        measure, values = STEPS, {rank: 1000 * each.own_sec / each.steps for rank, each in since.items()}
+    else:
+        measure, values = LOOKS, {rank: each.runnable / each.looks for rank, each in since.items()}
     slow = {}
-    for rank, share in shares.items():
-        others = [other for number, other in shares.items() if number != rank]
-        if others and share >= LEAST_SHARE and share >= FACTOR * statistics.median(others):
-            slow[rank] = (share, statistics.median(others))
+    for rank, value in values.items():
+        others = [other for number, other in values.items() if number != rank]
+        if others and value >= measure.least and value >= measure.factor * (usual := statistics.median(others)):
+            slow[rank] = measure.words.format(value, usual)
     return slow
 
 
-def describe_slow(rank: int, share: float, usual: float, nodes: Sequence[str]) -> str:
+def describe_slow(rank: int, why: str, nodes: Sequence[str]) -> str:
     return (
-        f"{name_ranks([rank], nodes)} is slow, and the others wait for it: it is at work {share:.0%} of the time, they "
-        f"are {usual:.0%}. Its cores are slower than theirs or taken by another program, or it has more to do."
+        f"{name_ranks([rank], nodes)} is slow, and the others wait for it: {why}. Its cores are slower than theirs or "
+        "taken by another program, or it has more to do."
     )

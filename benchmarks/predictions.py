@@ -23,6 +23,7 @@ from ringtrain.predict.measured import uniform
 
 PUBLISHED = Path(__file__).parent / "published_scaling.csv"
 RESULT = Path("results/predictions.json")
+PICTURE = Path("docs/scaling.svg")
 CLUSTERS = {"TCP": "tcp25", "25 Gbit/s": "roce25", "HDR": "dgxa100", "NVLink": "dgx1"}  # by words of the network
 # Published as shares of the ideal: docs/benchmarks.rst of Horovod.
 SHARES = {"Inception V3": 0.90, "ResNet-101": 0.90, "VGG-16": 0.68}
@@ -125,12 +126,39 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         )
 
 
+def draw(rows: list[dict[str, Any]]) -> str:
+    """Return an SVG: of each row the interval, the forecast (circle) and the published efficiency (cross)."""
+    left, width, height, least = 360, 480, 22, 0.3
+    ticks = range(30, 101, 10)
+
+    def at(efficiency: float) -> float:
+        return round(left + width * (efficiency - least) / (1 - least), 1)
+
+    bottom = height * (len(rows) + 1)
+    shapes = [f'<path d="M{at(tick / 100)} 10V{bottom}" stroke="#ddd"/>' for tick in ticks]
+    shapes += [f'<text x="{at(tick / 100)}" y="{bottom + 16}" text-anchor="middle">{tick}%</text>' for tick in ticks]
+    for number, row in enumerate(rows, start=1):
+        y, published = height * number, at(row["efficiency"])
+        name = re.sub(r" *[(,].*", "", row["model"])
+        shapes.append(
+            f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{name}, {row["devices"]} {row["gpu"]}</text>'
+        )
+        shapes.append(f'<path d="M{at(row["low"])} {y}H{at(row["high"])}" stroke="#9cc3e6" stroke-width="8"/>')
+        shapes.append(f'<circle cx="{at(row["expected"])}" cy="{y}" r="4" fill="#1f83c9"/>')
+        shapes.append(f'<path d="M{published - 4} {y - 4}l8 8m0 -8l-8 8" stroke="#c33" stroke-width="2"/>')
+    size = f'width="{left + width + 30}" height="{bottom + 26}"'
+    style = 'font-family="sans-serif" font-size="13" fill="#333"'
+    body = "\n".join(['<rect width="100%" height="100%" fill="white"/>', *shapes])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
+
+
 def main() -> int:
     rows = compare()
     summary = summarize(rows)
     RESULT.write_text(
         json.dumps({"command": "python -m benchmarks.predictions", **summary, "table": rows}, indent=1) + "\n"
     )
+    PICTURE.write_text(draw(rows))
     print("\n".join([*table(rows), json.dumps(summary)]))
     return 0
 

@@ -1,10 +1,11 @@
 """Train with more and more ranks on this machine, and fit how each cost grows.
 
-    python -m benchmarks.scale --sizes 2,4,8,16,32
+    python -m benchmarks.scale --sizes 2,4,8,16,32 --light 2,8,32,128,512
 
 Each cost is fitted by a + b log2(n) + c n, and extrapolated to 1,024 ranks with the interval of 95 %. Ranks share the
 cores: their seconds are the work of one machine for all ranks, and not what a cluster takes. Bytes, messages, sockets
-and threads are those of a cluster. It writes results/scale.json.
+and threads are those of a cluster. Light ranks have a watchdog and no TensorFlow (``hub.py``). It writes
+results/scale.json.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import hub
 from benchmarks.children import clean_environment
 from benchmarks.origin import describe_commit, describe_machine
 
@@ -96,17 +98,23 @@ def fit(sizes: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="2,4,8,16,32")
-    sizes = [int(size) for size in parser.parse_args(arguments).sizes.split(",")]
-    rows: list[Mapping[str, float]] = []
-    for size in sizes:
-        rows.append(measure(size))
-        print(
-            {name: round(value, 2) for name, value in rows[-1].items() if not name.startswith("bytes of")}, flush=True
-        )
-    names = [name for name in rows[0] if name != "ranks" and all(name in row for row in rows)]
-    fits = {name: fit(sizes, [row[name] for row in rows]) for name in names}
-    result = {"command": " ".join(["python -m benchmarks.scale", *arguments]), **describe_commit()}
-    RESULT.write_text(json.dumps(result | {"machine": describe_machine(), "rows": rows, "fits": fits}, indent=1) + "\n")
+    parser.add_argument("--light", default="2,8,32,128,512")
+    options = parser.parse_args(arguments)
+    tables = []
+    for measure_one, sizes in ((measure, options.sizes), (hub.measure, options.light)):
+        tables.append([measure_one(int(size)) for size in sizes.split(",")])
+        for row in tables[-1]:
+            print({name: round(value, 3) for name, value in row.items() if not name.startswith("bytes of")}, flush=True)
+    fits = {
+        name: fit([int(row["ranks"]) for row in rows], [row[name] for row in rows])
+        for rows in tables
+        for name in rows[0]
+        if name != "ranks" and all(name in row for row in rows)
+    }
+    rows, light = tables
+    origin = {"command": " ".join(["python -m benchmarks.scale", *arguments]), **describe_commit()}
+    result = origin | {"machine": describe_machine(), "rows": rows, "light": light, "fits": fits}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
     for name, its in fits.items():
         print(f"{name:44} {its['a']:9.3g} + {its['b']:9.3g} log2(n) + {its['c']:9.3g} n: {its['1024']:9.4g} at 1,024")
     return 0

@@ -23,6 +23,7 @@ from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
+from ringtrain.predict.cluster import fit_link
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import open_console
 from ringtrain.training.joining import joined
@@ -83,9 +84,15 @@ def main(arguments: Sequence[str], world: World) -> int:
         return measure(collective, options, prepared.device)
 
 
+def name_link(world: World) -> str | None:
+    """Return what joins the ranks in ``Cluster``; None: several kinds of links."""
+    return "device" if world.local_size == world.size else "node" if world.local_size == 1 else None
+
+
 def measure(collective: Collective, options: Options, device: str) -> int:
     console = open_console(is_rank0=collective.world.is_rank0)
-    size, num_wrong = collective.world.size, 0
+    world, times, num_wrong = collective.world, [], 0
+    size = world.size
     console.line(f"all-reduce (sum) of float32 among {size} ranks by {collective.description}; rank 0 on {device}")
     console.line("  ".join(f"{column:>12}" for column in COLUMNS))
     for num_bytes in options.sizes():
@@ -95,4 +102,9 @@ def measure(collective: Collective, options: Options, device: str) -> int:
         cells = [str(num_bytes), str(num_bytes // VALUE_BYTES), f"{seconds * 1e6:.1f}", *(f"{s:.3f}" for s in speeds)]
         console.line("  ".join(f"{cell:>12}" for cell in [*cells, str(wrong)]))
         num_wrong += wrong
+        times.append((num_bytes, seconds))
+    if len(times) > 1 and (link := name_link(world)):
+        found = fit_link(times, size)
+        flags = f"--cluster.{link}_gbit {found.gbit:.3g} --cluster.{link}_latency_us {found.latency_us:.3g}"
+        console.line(f"as a ring, for `ringtrain predict`: {flags}")
     return 1 if num_wrong else 0

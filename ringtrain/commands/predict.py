@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ringtrain.predict.forecast import Forecast, Work
 
 MAX_NODES = 4096
-POSITIVE = ("nodes", "step_sec", "batch_size", "global_batch_size", "parameters", "samples")
+POSITIVE = ("nodes", "step_sec", "batch_size", "global_batch_size", "parameters", "samples", "input_rate")
 COLUMNS = ("nodes", "devices", "examples/s", "from", "to", "efficiency", "exposed ms", "hours", "node-hours")
 
 
@@ -63,6 +63,9 @@ class Options:
 
     samples: int | None = None
     """samples of the whole training, for the hours (of the run)"""
+
+    input_rate: float | None = None
+    """samples per second that a device's input delivers at most (no limit)"""
 
     variation: float | None = None
     """standard deviation of the devices' compute in a step, over its mean (0 to 0.08, 0.03 expected)"""
@@ -97,6 +100,9 @@ def main(arguments: Sequence[str], world: World) -> int:
     for line in lines:
         print("  ".join(cell.rjust(len(title)) for cell, title in zip(line, COLUMNS, strict=True)))
     last = last_worthwhile([of(nodes, "expected").examples_per_sec for nodes in range(1, options.nodes + 1)])
+    limited = [row["expected"] for row in rows if row["expected"].is_limited]
+    if limited:
+        notes.append(f"from {limited[0].devices} devices on, steps wait for input or for checkpoints to be written")
     notes.append(f"the last of {options.nodes} nodes that adds at least half of the first's rate: {last}")
     print("\n".join(escape(f"  {note}") for note in notes))
     if options.out is not None:
@@ -139,6 +145,8 @@ def choose_work(options: Options) -> tuple[Work, int, list[str]]:
         changes |= {"step_sec": options.step_sec, "compute_sec": None, "measured_on": 1}
     if options.batch_size is not None:
         changes["batch_size"] = options.batch_size
+    if options.input_rate is not None:
+        changes["input_rate"] = options.input_rate
     if options.parameters is not None:
         changes["shapes"] = uniform(options.parameters)
     if options.run is None:

@@ -46,6 +46,8 @@ class Work:
         value_bytes: of a number of a gradient.
         batch_size: samples of a device.
         accumulate: micro-batches, of which the last one's backward pass hides communication.
+        input_rate: samples per second that a device's input delivers at most; None: no limit.
+        save_sec: of a checkpoint, which is written every ``save_every`` steps, and one at a time.
     """
 
     step_sec: float
@@ -55,10 +57,18 @@ class Work:
     compute_sec: float | None = None
     measured_on: int = 1
     accumulate: int = 1
+    input_rate: float | None = None
+    save_sec: float = 0.0
+    save_every: int = 0
 
     @property
     def gradient_bytes(self) -> list[int]:
         return [self.value_bytes * math.prod(shape) for shape in self.shapes]
+
+    def least_sec(self, share: float) -> float:
+        """Seconds of a step with this share of the batch that input and checkpoints permit."""
+        input_sec = share * self.batch_size / self.input_rate if self.input_rate else 0.0
+        return max(input_sec, self.save_sec / self.save_every if self.save_every else 0.0)
 
     def ready(self, variable: int) -> float:
         """Return the share of the backward pass after which a variable's gradient is known.
@@ -78,6 +88,7 @@ class Forecast(NamedTuple):
     efficiency: float  # of a device, relative to the measured one
     step_sec: float
     exposed_sec: float  # communication that is not hidden
+    is_limited: bool  # by input or checkpoints
 
 
 def forecast(
@@ -88,8 +99,10 @@ def forecast(
     compute = share * find_compute(work, cluster, scenario)
     exposed = find_exposed(work, cluster, devices, compute, scenario)
     step_sec = compute * slowest_of(devices, scenario.variation) + exposed
+    least_sec = work.least_sec(share)
+    is_limited, step_sec = step_sec < least_sec, max(step_sec, least_sec)
     rate = devices * share * work.batch_size / step_sec
-    return Forecast(devices, rate, share * work.step_sec / step_sec, step_sec, exposed)
+    return Forecast(devices, rate, share * work.step_sec / step_sec, step_sec, exposed, is_limited)
 
 
 def find_compute(work: Work, cluster: Cluster, scenario: Scenario) -> float:

@@ -9,9 +9,9 @@ from pathlib import Path
 from ringtrain.errors import UsageError
 from ringtrain.predict.forecast import Work
 from ringtrain.report.reading import read_run
+from ringtrain.report.timing import steady_intervals
 
 MIN_INTERVALS = 2  # of the log, after the first, which holds the compilation
-NEEDED = {"step", "sec_per_step", "examples_per_sec"}  # of an interval
 UNIFORM_VARIABLES = 50  # for a number of parameters alone
 
 
@@ -26,8 +26,7 @@ def measure(path: Path) -> Measured:
     """Raise UsageError for a run without enough measurements."""
     run = read_run(path)
     start = run.of_kind("start")[-1] if run.of_kind("start") else {}
-    of_steps = [event for event in run.of_kind("train") if event.keys() >= NEEDED]
-    intervals = [event for event in of_steps if event["step"] > start.get("first_step", 0)][1:]
+    intervals = steady_intervals(run.events)
     if len(intervals) < MIN_INTERVALS or not (start.get("size") and start.get("parameters")):
         raise UsageError(
             f"{str(path)!r} holds {len(intervals)} measured intervals of steps; a forecast needs {MIN_INTERVALS} after "
@@ -45,6 +44,7 @@ def measure(path: Path) -> Measured:
         notes.append("one rank: the cluster's latencies and rates are assumed, not measured")
     if (waits := median.get("input_sec", 0.0)) > 0.05 * median["sec_per_step"]:
         notes.append(f"{waits / median['sec_per_step']:.0%} of a step wait for input, which is assumed to scale")
+    saves = [event["seconds"] for event in run.of_kind("checkpoint") if "seconds" in event]
     work = Work(
         step_sec=median["sec_per_step"],
         compute_sec=None if exposed is None else median["sec_per_step"] - exposed,
@@ -53,6 +53,8 @@ def measure(path: Path) -> Measured:
         batch_size=batch_size / size,
         measured_on=size,
         accumulate=run.settings.get("accumulate", 1),
+        save_sec=statistics.median(saves) if saves else 0.0,
+        save_every=run.settings.get("checkpoint_every") or 0,
     )
     return Measured(work=work, samples=int(start.get("total_steps", 0) * batch_size), notes=notes)
 

@@ -16,6 +16,7 @@ from ringtrain import __version__
 from ringtrain.messages.defects import explaining_import
 from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
+from ringtrain.report.forecasts import Forecast, compare
 from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
@@ -25,7 +26,7 @@ from ringtrain.report.timing import PARTS
 TEMPLATE = Path(__file__).parent / "template"
 
 
-def make_page(runs: Sequence[RunRecord]) -> str:
+def make_page(runs: Sequence[RunRecord], forecast: Forecast | None = None) -> str:
     names = name_runs([run.path for run in runs])
     drawn = [DrawnRun(name, make_curves(run.events), *find_marks(run)) for name, run in zip(names, runs, strict=True)]
     curves = [run.curves for run in drawn]
@@ -39,7 +40,12 @@ def make_page(runs: Sequence[RunRecord]) -> str:
         "images": [{name: {"steps": s.steps, "images": s.images} for name, s in run.images.items()} for run in runs],
     }
     tables = [
-        {**describe_run(run, shown), "ranks": list_ranks(run), "stacks": list_stacks(run)}
+        {
+            **describe_run(run, shown),
+            "ranks": list_ranks(run),
+            "stacks": list_stacks(run),
+            "forecast": None if forecast is None else compare(run, forecast),
+        }
         for run, shown in zip(runs, drawn, strict=True)
     ]
     style, programs = _own_files()

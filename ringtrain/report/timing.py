@@ -25,6 +25,7 @@ PARTS = {
     "rest": "start-up, saves, other",
 }
 SAVED_ALL = ("completed", "preempted")
+TIMED = {"step", "sec_per_step", "examples_per_sec"}
 
 
 def split_time(events: Events) -> dict[str, float]:
@@ -38,6 +39,14 @@ def split_time(events: Events) -> dict[str, float]:
         known |= _interrupted(events, elapsed)
         known["rest"] = float(elapsed[-1]) - sum(known.values())
     return {kind: seconds for kind, seconds in known.items() if seconds > 0}
+
+
+def steady_intervals(events: Events) -> list[dict[str, Any]]:
+    """Return ``train`` events of the last start with the time of their steps, without the first, which compiles."""
+    starts = _of(events, "start")
+    first = starts[-1].get("first_step", 0) if starts else 0
+    timed = [dict(event) for event in _of(events, "train") if event.keys() >= TIMED]
+    return [event for event in timed if event["step"] > first][1:]
 
 
 def attempts(events: Events) -> list[list[Mapping[str, Any]]]:

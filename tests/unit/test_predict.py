@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 
 from benchmarks.predictions import RESULT, compare, summarize
 from ringtrain.cli import main
-from ringtrain.predict.cluster import PRESETS, Cluster, Link
+from ringtrain.predict.cluster import PRESETS, Cluster, Link, fit_link
 from ringtrain.predict.forecast import SCENARIOS, Work, forecast, last_worthwhile, slowest_of
-from ringtrain.predict.measured import uniform
+from ringtrain.predict.measured import measure, uniform
+from ringtrain.report.forecasts import compare as compare_with
+from ringtrain.report.forecasts import read_forecast
+from ringtrain.report.reading import read_run
 
 ROOT = Path(__file__).parents[2]
 MEBIBYTE = 2**20
@@ -131,6 +135,44 @@ def test_a_run_is_forecast(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<div" in (out / "forecast.html").read_text()
 
 
+def test_a_report_shows_forecast_and_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = ["--cluster.devices_per_node", "2", "--out", str(tmp_path / "forecast")]
+    assert main(["predict", *FLAGS, *two, "--nodes", "2"]) == 0
+    file = tmp_path / "forecast/forecast.json"
+    assert main(["report", str(run), "--forecast", str(file)]) == 0
+    expected = json.loads(file.read_text())["rows"][0]["expected"]
+    [rate, step, own, communication] = compare_with(read_run(run), read_forecast(file)).rows
+    step_ms, exposed_ms = 1000 * expected["step_sec"], 1000 * expected["exposed_sec"]
+    assert rate[1:3] == ("1,164", f"{expected['examples_per_sec']:,.0f}")
+    assert step[1:] == ("110", f"{step_ms:.4g}", f"{110 - step_ms:+.4g}")
+    assert own[1:] == ("100", f"{step_ms - exposed_ms:.4g}", f"{100 - step_ms + exposed_ms:+.4g}")
+    assert communication[1:] == ("10", f"{exposed_ms:.4g}", f"{10 - exposed_ms:+.4g}")
+    assert f"<td>{step[2]}</td><td>{step[3]}</td>" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (None, "which cannot be read: No such file or directory"),
+        ("{}", "holds no forecast. Make one: ringtrain predict RUN --out DIR"),
+        ('{"rows": [{"expected": 1}]}', "holds no forecast"),
+    ],
+)
+def test_what_is_no_forecast_is_refused(
+    text: str | None, named: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "forecast.json"
+    if text is not None:
+        file.write_text(text)
+    assert main(["report", str(run), "--forecast", str(file)]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_forecast_of_other_sizes_says_so(run: Path) -> None:
+    row = {name: {"devices": 8.0} for name in ("expected", "low", "high")}
+    assert compare_with(read_run(run), {8: row}).note == "The forecast is for 8 ranks, not for 2."
+
+
 def test_a_fit_is_forecast(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It logs neither its batch nor its length."""
     start, *others = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -142,6 +184,25 @@ def test_a_fit_is_forecast(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     work = json.loads((run / "forecast/forecast.json").read_text())["work"]
     assert work["batch_size"] == pytest.approx(32, rel=0.1)
     assert work["shapes"] == [[1000, 1000]]
+
+
+def test_input_and_checkpoints_limit_the_rate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *FLAGS, "--nodes", "2", "--input_rate", "320"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1].split()[2:5] == ["2,560"] * 3  # 8 devices
+    assert "from 8 devices on, steps wait for input or for checkpoints to be written" in shown
+    assert WORK.least_sec(1.0) == 0
+    assert replace(WORK, save_sec=30.0, save_every=100).least_sec(1.0) == pytest.approx(0.3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "checkpoint", "step": 40, "seconds": 2.0}\n')
+    (run / "config.yaml").write_text("workload: digits\ncheckpoint_every: 10\noptimizer: {name: sgd}\n")
+    assert measure(run).work.least_sec(1.0) == pytest.approx(0.2)
+
+
+def test_a_link_is_fitted_to_measured_sums() -> None:
+    link = Link(gbit=12.5, latency_us=40)
+    found = fit_link([(size, link.ring(size, 4)) for size in (1024, 2**16, 2**22, 2**28)], 4)
+    assert (found.gbit, found.latency_us) == pytest.approx((link.gbit, link.latency_us))
 
 
 def test_a_step_is_forecast_from_flags(capsys: pytest.CaptureFixture[str]) -> None:

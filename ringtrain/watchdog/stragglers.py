@@ -96,5 +96,5 @@ def find_slow(since: Mapping[int, Progress]) -> dict[int, str]:
 def describe_slow(rank: int, why: str, nodes: Sequence[str]) -> str:
     return (
         f"{name_ranks([rank], nodes)} is slow, and the others wait for it: {why}. Its cores are slower than theirs or "
-        "taken by another program, or it has more to do."
+        "taken by another program, its data come slowly, or it has more to do."
     )

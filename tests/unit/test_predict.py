@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.predictions import RESULT, compare, summarize
+from benchmarks.predictions import PICTURE, RESULT, compare, draw, summarize
 from ringtrain.cli import main
 from ringtrain.predict.cluster import PRESETS, Cluster, Link, fit_link
 from ringtrain.predict.forecast import SCENARIOS, Work, forecast, last_worthwhile, slowest_of
@@ -95,9 +95,7 @@ def test_published_rates_are_forecast() -> None:
     assert without_layers == [row for row in rows if row["model"].startswith("BERT")]
     page = (ROOT / "docs/scaling.md").read_text()
     assert f"Of {len(rows)} efficiencies {result['within_5_points']} are within 5 points" in " ".join(page.split())
-    for row in rows:
-        shown = f"{row['efficiency']:.0%} | {row['expected']:.0%} | {row['low']:.0%} to {row['high']:.0%} |"
-        assert row["is_within_5_points"] or f"| {shown}" in page, row
+    assert (ROOT / PICTURE).read_text() == draw(rows)
 
 
 @pytest.mark.slow  # builds five large models

@@ -7,10 +7,11 @@ import enum
 import os
 import re
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from ringtrain.errors import STATUS_WORDS, PreemptedError, UsageError
 from ringtrain.files.atomic import replacing
@@ -21,13 +22,14 @@ from ringtrain.runtime.run_record import DIRECTORY_VARIABLE, EndRecord, StartRec
 from .. import PROGRAM
 from ..decision import is_final
 from ..lines import print_line
-from .controller import describe_job, requeue, submit, without_job
+from .controller import describe_job, find_lost_nodes, requeue, submit, without_job
 
 # Restarts under earlier job numbers, at sites that refuse to requeue.
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
 # Failed starts since the latest checkpoint.
 FAILURES_FILE = "failures"
 TAIL_BYTES = 256 * 1024
+LOST_SECONDS, LOST_POLL_SECONDS = 30.0, 2.0
 START_LINE = re.compile(r"^launch: job \d+, restart \d+, on ", re.MULTILINE)
 FAILED = (
     # srun: "srun: error: n1: task 3: Killed", "srun: error: n2: tasks 0-3: Exited with exit code 1"
@@ -75,6 +77,7 @@ class Ended:
     failures: int = 0  # earlier failed starts since the latest checkpoint
     max_restarts: int = 0  # after failures without a newer checkpoint
     begins_anew: bool = False  # resume: never
+    lost_nodes: Sequence[str] = ()  # if the job can do without them
 
     @property
     def exit_code(self) -> int:
@@ -117,6 +120,8 @@ class Ended:
 def conclude(ended: Ended) -> str:
     why_not = why_not_again(ended)
     again = f"The job starts again: restart {ended.restarts + 1} of at most {ended.max_requeues}"
+    if ended.lost_nodes:
+        again = "The ranks start again on the other nodes"
     if not ended.has_saved:
         again += f", {ended.failures_since_checkpoint} of at most {ended.max_restarts} from {describe_newest(ended)}"
     return f"{describe_end(ended)} {f'{again}.' if why_not is None else why_not}".strip()
@@ -135,7 +140,7 @@ def why_not_again(ended: Ended) -> str | None:
         return ""
     if ended.begins_anew:
         return "Not started again: the settings say resume: never, so that it would start from the beginning."
-    if ended.restarts >= ended.max_requeues:
+    if ended.restarts >= ended.max_requeues and not ended.lost_nodes:
         return (
             f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}."
         )
@@ -168,6 +173,8 @@ def describe_newest(ended: Ended) -> str:
 
 def describe_end(ended: Ended) -> str:
     end = ended.end
+    if ended.lost_nodes:
+        return f"lost {', '.join(ended.lost_nodes)}."
     if end is not None and not ended.has_lost_rank:
         if end.status == "completed":
             return "the run is complete."
@@ -229,7 +236,15 @@ def count_restarts(environ: Mapping[str, str]) -> int:
     return sum(int(environ.get(name) or 0) for name in ("SLURM_RESTART_COUNT", RESTARTS_VARIABLE))
 
 
-def follow_up(*, status: int, script: Path, max_requeues: int, max_restarts: int) -> int:
+def follow_up(
+    *,
+    status: int,
+    script: Path,
+    max_requeues: int,
+    max_restarts: int,
+    spare_nodes: int = 0,
+    lost_nodes: Sequence[str] = (),
+) -> int:
     job = os.environ.get("SLURM_JOB_ID")
     told = os.environ.get(DIRECTORY_VARIABLE)
     if not job or not told:
@@ -239,12 +254,33 @@ def follow_up(*, status: int, script: Path, max_requeues: int, max_restarts: int
         )
     directory = Path(told)
     ended = look(job, directory, status=status, max_requeues=max_requeues, max_restarts=max_restarts)
+    if len(lost_nodes) < spare_nodes and may_have_lost_node(ended):
+        lost = wait_for_lost_nodes(lost_nodes)
+        ended = replace(ended, lost_nodes=lost if len(lost) <= spare_nodes else ())
     print_line(conclude(ended))
     if why_not_again(ended) is None:
+        if ended.lost_nodes:
+            start_in_place(job, script, ended, told=directory)
         start_again(job, script, ended, told=directory)
     if ended.state is not JobState.STARTED_AGAIN:  # ranks on the lost node may still report
-        forget(directory)
+        for start in directory.parent.glob(f"{job}-{count_requeues()}*"):
+            forget(start)
     return ended.exit_code
+
+
+def may_have_lost_node(ended: Ended) -> bool:
+    return not (ended.has_saved or is_final(ended.exit_code) or ended.state)
+
+
+def wait_for_lost_nodes(known: Sequence[str]) -> Sequence[str]:
+    """Return all, if any is new."""
+    end = time.monotonic() + LOST_SECONDS
+    while time.monotonic() < end:
+        lost = find_lost_nodes(os.environ["SLURM_JOB_NODELIST"])
+        if not set(lost) <= set(known):
+            return sorted({*known, *lost})
+        time.sleep(LOST_POLL_SECONDS)
+    return ()
 
 
 def forget(directory: Path) -> None:
@@ -302,6 +338,14 @@ def begins_anew(run: StartRecord | None) -> bool:
         return run is not None and (read_config(run.path) or {}).get("resume") == "never"
     except UsageError:
         return False
+
+
+def start_in_place(job: str, script: Path, ended: Ended, *, told: Path) -> NoReturn:
+    """Run the script again, with the lost nodes as arguments."""
+    write_failures(told.with_name(f"{job}-{count_requeues()}.{len(ended.lost_nodes)}"), ended.failures_since_checkpoint)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):  # ignored by the script or Python
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp("bash", ["bash", str(script), *ended.lost_nodes])
 
 
 def start_again(job: str, script: Path, ended: Ended, *, told: Path) -> None:

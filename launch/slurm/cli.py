@@ -113,13 +113,10 @@ def after(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--max_restarts", type=int, default=0, help="how often after failures without a newer checkpoint"
     )
+    parser.add_argument("--spare_nodes", type=int, default=0, help="how many lost nodes the job can do without")
+    parser.add_argument("--lost_nodes", nargs="*", default=(), metavar="NODE", help="those lost before")
     options, _ = parser.parse(arguments)
-    return follow_up(
-        status=options.status,
-        script=options.script,
-        max_requeues=options.max_requeues,
-        max_restarts=options.max_restarts,
-    )
+    return follow_up(**vars(options))
 
 
 def create_request_parser(command: str, description: str) -> Parser:
@@ -133,6 +130,7 @@ def create_request_parser(command: str, description: str) -> Parser:
     )
     add = parser.add_argument
     add("--nodes", type=int, metavar="N", required=True, help="nodes of the job")
+    add("--spare_nodes", type=int, metavar="N", help="more nodes, each to replace a lost one (default: 0)")
     add("--gpus_per_node", type=int, metavar="N", help="GPUs of each node, one for each rank")
     add("--ranks_per_node", type=int, metavar="N", help="ranks on each node (default: as many as GPUs)")
     add("--cpus_per_rank", type=int, metavar="N", help="cores of each rank, to compute or to feed its GPU (default: 1)")

@@ -31,6 +31,12 @@ def requeue(job: str) -> str | None:
     return None if answer.is_good else answer.text
 
 
+def find_lost_nodes(nodes: str) -> list[str]:
+    """``nodes``: such as ``n[1-4]``."""
+    answer = ask(["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail,no_respond", "--format=%N"])
+    return answer.text.split() if answer.is_good else []
+
+
 def submit(*options: str, text: str = "", environ: Mapping[str, str] | None = None) -> Answer:
     """Submit ``text`` or a file; return the job number, or the reason if refused."""
     answer = ask(["sbatch", "--parsable", *options], environ, text)

@@ -26,6 +26,7 @@ class JobRequest:
     """A ringtrain run as a Slurm job (see ``launch slurm render --help``). Checks raise ``UsageError``."""
 
     nodes: int
+    spare_nodes: int = 0
     gpus_per_node: int | None = None  # None or 0: train on CPUs
     ranks_per_node: int | None = None
     cpus_per_rank: int = 1
@@ -51,13 +52,18 @@ class JobRequest:
 
     def __post_init__(self) -> None:
         self._check_shape()
+        self._check_spare_nodes()
         self._check_words()
         self._check_time()
         self._check_environment()
-        if self.can_requeue and not is_script(self.flags) and read_flag(self.flags, "resume") == "never":
+        if (
+            (self.can_requeue or self.spare_nodes)
+            and not is_script(self.flags)
+            and read_flag(self.flags, "resume") == "never"
+        ):
             raise UsageError(
                 "resume is 'never', with which each start of a requeued job would train a new run from the beginning. "
-                "Leave --resume out (the run resumes from its directory), or give --no_requeue."
+                "Leave --resume out (the run resumes from its directory), or give --no_requeue and no --spare_nodes."
             )
 
     @property
@@ -79,6 +85,7 @@ class JobRequest:
     def _check_shape(self) -> None:
         for name, value, least in (
             ("nodes", self.nodes, 1),
+            ("spare_nodes", self.spare_nodes, 0),
             ("gpus_per_node", self.num_gpus_per_node, 0),
             ("ranks_per_node", self.num_ranks_per_node, 0),
             ("cpus_per_rank", self.cpus_per_rank, 1),
@@ -102,6 +109,17 @@ class JobRequest:
                 f"ranks_per_node is {self.num_ranks_per_node} and gpus_per_node is {self.num_gpus_per_node}; each rank "
                 "takes one GPU, so the two must be equal. Give --gpus_per_node alone."
             )
+
+    def _check_spare_nodes(self) -> None:
+        for name, value, is_wrong, remedy in (
+            ("mpi", self.mpi, self.mpi == HOROVODRUN, "Give --mpi pmix or pmi2"),
+            ("max_restarts", self.max_restarts, not self.max_restarts, "Give --max_restarts 1 or more"),
+        ):
+            if self.spare_nodes and is_wrong:
+                raise UsageError(
+                    f"spare_nodes is {self.spare_nodes} and {name} is {value!r}, with which no lost node is replaced. "
+                    f"{remedy}, or leave --spare_nodes out."
+                )
 
     def _check_words(self) -> None:
         """sbatch parses these lines: one word each, printable."""

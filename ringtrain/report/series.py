@@ -16,7 +16,7 @@ Numbers = npt.NDArray[np.float64]
 
 MAX_POINTS = 800  # per curve, about a chart's pixels
 MAX_CROSSES = 50  # non-finite values shown per curve
-NOT_CURVES = {"event", "step", "epoch", "samples_seen", "samples", "time", "seconds"}
+NOT_CURVES = {"event", "step", "epoch", "samples_seen", "samples", "time", "seconds", "restart_sec"}
 NOT_FINITE = {"nan", "inf", "-inf"}  # JSON lacks these numbers
 
 

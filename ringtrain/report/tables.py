@@ -14,7 +14,7 @@ from ringtrain.report.charts import describe_end
 from ringtrain.report.figures import DrawnRun
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import elapsed_times
-from ringtrain.report.timing import attempts, split_time
+from ringtrain.report.timing import attempts, read_seconds, split_time
 
 MISSING = "\N{EN DASH}"
 
@@ -89,6 +89,9 @@ def list_facts(run: RunRecord) -> list[Fact]:
         facts.append(
             Fact("Time", format_seconds(float(elapsed[-1])), f"{number} starts, without pauses" if number > 1 else "")
         )
+    restart = max((read_seconds(event.get("restart_sec")) for event in training), default=0.0)
+    if restart:
+        facts.append(Fact("Longest restart", format_seconds(restart), "from the last step before it to the next"))
     return facts
 
 

@@ -33,7 +33,7 @@ def split_time(events: Events) -> dict[str, float]:
 
     The time of a kill is unknown: from the last event to the next start counts as ``killed``.
     """
-    known = _training(events) | {"evaluation": sum(_seconds(event.get("seconds")) for event in _of(events, "eval"))}
+    known = _training(events) | {"evaluation": sum(read_seconds(event.get("seconds")) for event in _of(events, "eval"))}
     elapsed = elapsed_times(events)
     if elapsed is not None:
         known |= _interrupted(events, elapsed)
@@ -62,12 +62,12 @@ def attempts(events: Events) -> list[list[Mapping[str, Any]]]:
 def _training(events: Events) -> dict[str, float]:
     total, parts = 0.0, dict.fromkeys(STEP_PARTS, 0.0)
     for attempt in attempts(events):
-        before = _seconds(attempt[0].get("first_step"))
+        before = read_seconds(attempt[0].get("first_step"))
         for event in _of(attempt, "train"):
             num_steps, before = event["step"] - before, event["step"]
-            total += num_steps * _seconds(event.get("sec_per_step"))
+            total += num_steps * read_seconds(event.get("sec_per_step"))
             for name in STEP_PARTS:
-                parts[name] += num_steps * _seconds(event.get(name))
+                parts[name] += num_steps * read_seconds(event.get(name))
     if any(parts.values()):
         parts["other_sec"] = max(parts["other_sec"], total - sum(parts.values()) + parts["other_sec"])
         return parts
@@ -94,5 +94,5 @@ def _of(events: Events, kind: str) -> list[Mapping[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
-def _seconds(value: Any) -> float:
+def read_seconds(value: Any) -> float:
     return float(value) if type(value) in (int, float) and abs(value) < 1e15 else 0.0

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.errors import HangError, RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text, replacing, require_regular
 from ringtrain.files.bounded import (
     open_descriptor,
@@ -70,6 +70,7 @@ class RunDirectory:
         self.path, self.may_write = path, may_write
         self.checkpoints, self.tensorboard = path / "checkpoints", path / "tensorboard"
         self.at_end: dict[str, Any] = {}
+        self.interrupted_at: float | None = None  # time of the last ``train`` before a failure
         self._on_close = on_close
         self._lock = threading.Lock()
         self._is_cut_off = self._has_ended = False
@@ -116,7 +117,11 @@ class RunDirectory:
             self._metrics.close()
             path = self.path / METRICS_FILE
             with replacing(path) as kept:
-                kept.writelines(line.rstrip(b"\n") + b"\n" for line in read_lines(path) if _is_kept(line, step))
+                for line in read_lines(path):
+                    event = parse_event(line)
+                    if event is not None:
+                        self.interrupted_at = _interruption_after(event, self.interrupted_at)
+                        kept.writelines([line.rstrip(b"\n") + b"\n"] if _is_kept(event, step) else [])
             self._metrics = _open_metrics(self.path)
 
     @contextlib.contextmanager
@@ -305,9 +310,15 @@ def require_writable(directory: Path) -> None:
         ) from error
 
 
-def _is_kept(line: bytes, step: int) -> bool:
-    event = parse_event(line)
-    return event is not None and (event["event"] not in STEP_EVENTS or (event.get("step") or 0) <= step)
+def _is_kept(event: Mapping[str, Any], step: int) -> bool:
+    return event["event"] not in STEP_EVENTS or (event.get("step") or 0) <= step
+
+
+def _interruption_after(event: Mapping[str, Any], before: float | None) -> float | None:
+    if event["event"] == "train":
+        return event["time"] if type(event.get("time")) in (int, float) else None
+    is_pause = event["event"] == "end" and event.get("exit_code") not in (RingtrainError.exit_code, HangError.exit_code)
+    return None if is_pause else before
 
 
 def _line_of(event: str, values: Mapping[str, Any]) -> str:

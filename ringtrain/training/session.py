@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -109,6 +110,10 @@ class RunSession:
     def log(self, event: str, values: Mapping[str, float], *, step: int, **facts: Any) -> None:
         """Write an event on rank 0; ``values`` also for TensorBoard."""
         if self.directory is not None and self._events is not None:
+            if event == "train" and self.directory.interrupted_at is not None:
+                facts["restart_sec"] = round(time.time() - self.directory.interrupted_at, 3)
+                self.console.line(f"restarted: {facts['restart_sec']:.1f} s from the last logged step to step {step}")
+                self.directory.interrupted_at = None
             self.directory.write_event(event, step=step, **facts, **values)
             self._events.scalars(event, values, step=step)
 

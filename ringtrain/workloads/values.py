@@ -17,7 +17,8 @@ from ringtrain.workloads.base import Workload
 # Keys of events in metrics.jsonl.
 RESERVED_NAMES = {
     "communication_sec", "compute_sec", "data_loss", "epoch", "event", "examples_per_sec", "gradient_norm",
-    "input_sec", "loss", "lr", "other_sec", "samples", "samples_seen", "sec_per_step", "seconds", "step", "time",
+    "input_sec", "loss", "lr", "other_sec", "restart_sec", "samples", "samples_seen", "sec_per_step", "seconds", "step",
+    "time",
 }  # fmt: skip
 FORGOTTEN = "None: is a return missing?"
 

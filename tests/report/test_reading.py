@@ -345,6 +345,19 @@ def test_the_summary_of_a_stopped_run_shows_the_saved_step(tmp_path: Path) -> No
     assert summarize(RunRecord(path=tmp_path, events=resumed))["Steps"] == "37 of 40"
 
 
+def test_the_summary_shows_the_longest_of_several_restarts(tmp_path: Path) -> None:
+    restarts = [
+        train_event(20, restart_sec=21.5),
+        train_event(30, restart_sec=125),
+        train_event(40, restart_sec="?"),
+        train_event(50, restart_sec=10**400),
+    ]
+    facts = summarize(RunRecord(path=tmp_path, events=[START, *restarts]))
+    assert facts["Longest restart"] == "2 min 5 s from the last step before it to the next"
+    assert "Longest restart" not in summarize(RunRecord(path=tmp_path, events=[START, train_event(20)]))
+    assert "train/restart_sec" not in make_curves(restarts)
+
+
 def test_the_summary_of_a_fit_omits_unknown_facts(tmp_path: Path) -> None:
     start = {"event": "start", "workload": "fit of a.py", "size": 2, "first_step": 0, "parameters": 227}
     facts = summarize(RunRecord(path=tmp_path, events=[start, train_event(2), eval_event(2)]))

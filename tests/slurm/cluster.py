@@ -1,4 +1,4 @@
-"""A Slurm of one's own on this machine: a login host and two nodes, for the tests of this directory.
+"""A Slurm of one's own on this machine: a login host and two nodes or more, for the tests of this directory.
 
 Each host is a set of Linux name spaces (`tests.slurm.host`), with a host name and processes of its own, so that the
 nodes are as far apart as one kernel lets them be: no process of one sees those of the other, nor its shared memory.
@@ -29,6 +29,10 @@ What Slurm 22.05 does, as seen here:
 - A node that is lost is seen after 27 s, with SlurmdTimeout 10 as with 6. Its jobs are requeued. Where slurmstepd lives
   on there, srun says "Node failure on n1" and returns 0 (!) while the ranks run on, and the batch script goes on, too:
   its job waits or runs elsewhere by then, with ``Restarts`` higher than the script's SLURM_RESTART_COUNT.
+- With ``--no-kill`` a job keeps its other nodes, even without that of its batch script: Slurm then leaves it RUNNING.
+  Once the lost node is DOWN, the ranks on the others are killed, and srun returns 137. If one of them has failed
+  before, srun waits for that, and the step stays in the way of others for good: ``--overlap``. ``scancel
+  --signal=KILL JOB`` cancels a job that has no step but the batch script.
 - In ``#SBATCH`` lines a value in double quotes arrives as it is, once each backslash and each double quote in it has a
   backslash before it. Without quotes, and in single ones, a backslash goes and a blank ends the value.
 """
@@ -58,7 +62,7 @@ CPUS_PER_NODE = 2
 START_SECONDS = 30.0
 ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
-# Two nodes, of whatever size this machine is (config_overrides). What makes Slurm wait is as short as it can be:
+# Nodes, of whatever size this machine is (config_overrides). What makes Slurm wait is as short as it can be:
 # cred_expire before a job starts again, SlurmdTimeout until a node counts as lost, the scheduler's intervals.
 CONFIGURATION = """
 ClusterName=ringtrain
@@ -90,10 +94,11 @@ KillWait=5
 MinJobAge=3600
 SlurmdTimeout=10
 GresTypes=gpu
-NodeName=n1 NodeAddr={address} Port=17001 CPUs={cpus} RealMemory=1000000 Gres=gpu:2 Feature=fast
-NodeName=n2 NodeAddr={address} Port=17002 CPUs={cpus} RealMemory=1000000 Gres=gpu:2 Feature=fast
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+NODE = "NodeName={name} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=1000000 Gres=gpu:2 Feature=fast"
 
 # What Slurm gives out as GPUs: it asks no more than that they are devices.
 GPUS = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
@@ -102,7 +107,7 @@ GPUS = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 class Cluster:
     """A running Slurm; leaving the context, or `stop`, ends all of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Sequence[str] = NODES) -> None:
         """Start it, and wait until its nodes take jobs.
 
         Raises:
@@ -113,11 +118,12 @@ class Cluster:
         # munged refuses a socket that others could not reach.
         self.site = Path(tempfile.mkdtemp(prefix="ringtrain-slurm-", dir="/tmp"))
         self.site.chmod(0o711)
+        self._nodes = nodes
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
         try:
             self._write_files()
             self._start_host("login", ["unshare", "--net"])
-            for node in NODES:
+            for node in self._nodes:
                 self._start_node(node)
             self.wait_for_nodes()
         except BaseException:
@@ -249,9 +255,9 @@ class Cluster:
         return self.wait_for_state(job, *ENDED, timeout=timeout)
 
     def wait_for_nodes(self) -> None:
-        """Wait until both nodes are free for a job."""
+        """Wait until all nodes are free for a job."""
         command = ["sinfo", "--noheader", "--Node", "--format=%T"]
-        self._wait_until("idle nodes", lambda: self.run(command).stdout.split() == ["idle"] * len(NODES))
+        self._wait_until("idle nodes", lambda: self.run(command).stdout.split() == ["idle"] * len(self._nodes))
 
     def _wait_until(self, what: str, is_so: Callable[[], bool]) -> None:
         end = time.monotonic() + START_SECONDS
@@ -270,7 +276,7 @@ class Cluster:
     def rank_pids(self, job: int) -> dict[int, int]:
         """The process of each rank of a job's step, as srun started it."""
         pids = {}
-        for node in NODES:
+        for node in self._nodes:
             for pid in self._pids(node):
                 variables = _variables(pid)
                 step = int(variables.get("SLURM_STEP_ID", SLURM_FIRST_SPECIAL_STEP))
@@ -281,7 +287,7 @@ class Cluster:
 
     def job_pids(self, job: int) -> list[int]:
         """All living processes that carry the job's id, the batch script among them."""
-        pids = (pid for node in NODES for pid in self._pids(node))
+        pids = (pid for node in self._nodes for pid in self._pids(node))
         return [pid for pid in pids if _variables(pid).get("SLURM_JOB_ID") == str(job)]
 
     def kill_slurmd(self, node: str) -> None:
@@ -305,10 +311,10 @@ class Cluster:
         self.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def tidy(self) -> None:
-        """Make it as new: no jobs, and both nodes free."""
+        """Make it as new: no jobs, and all nodes free."""
         self.run(["scancel", "--user=root"])
         self.run(["scancel", "--user=root", "--signal=KILL", "--full"])
-        for node in NODES:
+        for node in self._nodes:
             if "slurmd" not in map(_name, self._pids(node)):
                 self.restart_node(node)
         self.wait_for_nodes()
@@ -316,12 +322,16 @@ class Cluster:
     # --- Hosts ---
 
     def _write_files(self) -> None:
-        for directory in ("state", "tmp", *NODES):
+        for directory in ("state", "tmp", *self._nodes):
             (self.site / directory).mkdir()
-        text = CONFIGURATION.format(site=self.site, address=host.ADDRESS, cpus=CPUS_PER_NODE)
+        nodes = "\n".join(
+            NODE.format(name=name, address=host.ADDRESS, port=17001 + number, cpus=CPUS_PER_NODE)
+            for number, name in enumerate(self._nodes)
+        )
+        text = CONFIGURATION.format(site=self.site, address=host.ADDRESS, nodes=nodes)
         (self.site / "slurm.conf").write_text(text)
         (self.site / "gres.conf").write_text(GPUS)
-        (self.site / "hosts").write_text(f"127.0.0.1 localhost\n{host.ADDRESS} login {' '.join(NODES)}\n")
+        (self.site / "hosts").write_text(f"127.0.0.1 localhost\n{host.ADDRESS} login {' '.join(self._nodes)}\n")
         key = self.site / "munge.key"
         key.touch(0o400)
         key.write_bytes(secrets.token_bytes(128))

@@ -124,11 +124,13 @@ def send(job: RunJob, *options: str, number: signal.Signals = signal.SIGUSR1) ->
     job.cluster.cancel(job.number, f"--signal={number.name.removeprefix('SIG')}", *options)
 
 
-def assert_ended_as_if_undisturbed(job: RunJob, undisturbed: RunJob, *, restarts: int) -> None:
-    """The job is complete after so many restarts; it has every step once, and the weights of a run of one piece."""
+def assert_ended_as_if_undisturbed(
+    job: RunJob, undisturbed: RunJob, *, restarts: int, starts: int | None = None
+) -> None:
+    """The job is complete after so many restarts by Slurm; it has every step once, and an undisturbed run's weights."""
     assert (job.wait_for_end(), job.cluster.exit_code(job.number)) == ("COMPLETED", 0), job.output
     assert job.cluster.restarts(job.number) == restarts
-    assert len(job.starts) == restarts + 1
+    assert len(job.starts) == (starts or restarts + 1)
     assert_history_is_whole(job.out, epochs=EPOCHS, steps=STEPS)
     assert job.final_weights() == undisturbed.final_weights()
     assert job.said[-1] == "the run is complete."

@@ -295,6 +295,29 @@ def test_only_events_of_repeated_steps_are_removed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {METRICS_FILE}
 
 
+@pytest.mark.parametrize(
+    ("endings", "at"),
+    [
+        ([], 7.5),
+        ([{"status": "failed", "exit_code": 1}], 7.5),
+        ([{"status": "hang", "exit_code": 6}, {"status": "hang", "exit_code": 6}], 7.5),
+        ([{"status": "preempted", "exit_code": 75}], None),
+        ([{"status": "preempted", "exit_code": 75}, {"status": "failed", "exit_code": 1}], None),
+        ([{"status": "data", "exit_code": 3}], None),
+    ],
+)
+def test_only_failures_that_are_restarted_interrupt_a_run(
+    tmp_path: Path, endings: list[dict[str, Any]], at: float | None
+) -> None:
+    events = [{"event": "train", "step": step, "time": step + 0.5} for step in (6, 7)]
+    events += [{"event": "end"} | ending for ending in endings]
+    (tmp_path / METRICS_FILE).write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    run = RunDirectory(tmp_path)
+    run.forget_after(5)
+    run.close()
+    assert run.interrupted_at == at
+
+
 def test_forgetting_twice_changes_nothing_more(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     write_a_history(run)

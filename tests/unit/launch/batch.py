@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +52,14 @@ class Site:
         file.write_text(f"{RECORD}{script}\n")
         file.chmod(0o755)
 
-    def start(self, text: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, text: str, variables: Mapping[str, str] | None = None, words: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
         """Start a batch script as slurmd does: its copy, in the directory of the submission, in its own session."""
         copy = self.programs / "slurm_script"
         copy.write_text(text, encoding="utf-8")
         return subprocess.Popen(
-            ["bash", str(copy)],
+            ["bash", str(copy), *words],
             cwd=self.submit,
             env={**self.environ, **(variables or {})},
             start_new_session=True,
@@ -67,9 +69,9 @@ class Site:
             text=True,
         )
 
-    def run(self, text: str, variables: Mapping[str, str] | None = None) -> tuple[int, str]:
+    def run(self, text: str, variables: Mapping[str, str] | None = None, words: Sequence[str] = ()) -> tuple[int, str]:
         """Run a batch script: its exit code, and what it printed."""
-        process = self.start(text, variables)
+        process = self.start(text, variables, words)
         printed, _ = process.communicate(timeout=60)
         return process.returncode, printed
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -107,6 +107,16 @@ DECISIONS = [
     (ended(end=HANG, state=JobState.ENDING), False, 6, ["cancelled"]),
     (ended(failures=3), True, 75, ["restart 1 of at most 20."]),  # it has saved: no failure
     (ended(status=1, end=None, run=None, newest_step=None), False, 1, ["no run directory was opened"]),
+    # failed with a node, which a spare one replaces: no requeue
+    (
+        ended(status=137, end=None, lost_nodes=["n2"]),
+        True,
+        137,
+        ["lost n2. The ranks start again on the other", "1 of"],
+    ),
+    (ended(end=LOST, lost_nodes=["n2"], max_requeues=0), True, 1, ["lost n2."]),
+    (ended(end=LOST, lost_nodes=["n2"], failures=3, newest_step=100), False, 1, ["4 starts have failed"]),
+    (ended(end=LOST, lost_nodes=["n2"], state=JobState.ENDING), False, 1, ["cancelled"]),
     # failed for good
     (ended(status=3, end=DATA), False, 3, ["exit code 3 (wrong data)", "holds no images"]),
     (ended(status=137, end=DATA), False, 3, ["holds no images"]),
@@ -241,6 +251,7 @@ def follow_up(
     *,
     newest_step: int = 150,
     failures: int = 0,
+    options: Sequence[str] = (),
 ) -> tuple[int, list[str]]:
     """What ``launch slurm after`` returns and prints after a run that resumed from step 100."""
     told, run = site.submit / ".launch" / "7-0", site.submit / "runs" / "a"
@@ -255,7 +266,7 @@ def follow_up(
     root = str(Path(__file__).resolve().parents[3])
     with (site.submit / "job.out").open("a+") as output:
         finished = subprocess.run(
-            [*command, "--max_requeues", "20", "--max_restarts", "3"],
+            [*command, "--max_requeues", "20", "--max_restarts", "3", *options],
             cwd=site.submit,
             env={**site.environ, "RINGTRAIN_LAUNCH_DIR": str(told), "PYTHONPATH": root, **(variables or {})},
             stdout=output,
@@ -272,6 +283,33 @@ def test_a_run_that_has_saved_is_requeued_once(site: Site) -> None:
     assert site.calls("scontrol") == [SHOW, [b"requeue", b"7"]]
     assert site.calls("sbatch") == []
     assert not (site.submit / ".launch" / "7-0").exists()
+
+
+LOST_BEFORE = ["--spare_nodes", "2", "--lost_nodes", "n4"]
+
+
+def test_the_script_runs_again_without_the_lost_nodes(site: Site) -> None:
+    site.set("sinfo", "echo n4 n2 n2")
+    (site.submit / "slurm_script").write_text('trap "echo USR1" USR1; kill -USR1 $$; echo "again: $*"\n')
+    exit_code, lines = follow_up(site, LOST, options=LOST_BEFORE)
+    assert (exit_code, site.calls("scontrol")) == (0, [SHOW])
+    assert lines[0].startswith(
+        "launch: lost n2, n4. The ranks start again on the other nodes, 1 of at most 3 from the "
+    )
+    assert lines[1:] == ["USR1", "again: n2 n4"]
+    assert [call[2] for call in site.calls("sinfo")] == [b"--nodes=n[1-2]"]
+    assert read_failures(site.submit / ".launch" / "7-0.2") == 1
+
+
+@pytest.mark.parametrize("lost", ["n4 n2 n3", ""])
+def test_a_job_that_lost_no_or_too_many_nodes_is_requeued(lost: str, site: Site) -> None:
+    site.set("sinfo", f"echo {lost}")
+    options = LOST_BEFORE if lost else [*LOST_BEFORE[:2], "--lost_nodes"]
+    (site.submit / ".launch" / "7-0.1").mkdir(parents=True)
+    assert follow_up(site, HANG if lost else SIGNAL, options=options)[0] == (6 if lost else 75)
+    assert site.calls("scontrol") == [SHOW, [b"requeue", b"7"]]
+    assert len(site.calls("sinfo")) == bool(lost), "a run that was told to stop has lost no node"
+    assert [path.name for path in (site.submit / ".launch").iterdir()] == (["7-1"] if lost else [])
 
 
 def test_a_refused_requeue_resubmits_and_counts_restarts(site: Site) -> None:

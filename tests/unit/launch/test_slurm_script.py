@@ -43,6 +43,7 @@ CASES = {
         *["--", "--workload", "inception", "--data_dir", "/data/images", "--options.image_size", "299"],
     ],
     "cores": ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmi2", "--no_requeue", "--", "--workload", "digits"],
+    "spare": ["--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--spare_nodes", "1"],
     "horovodrun": [
         *["--nodes", "4", "--ranks_per_node", "16", "--mpi", "horovodrun", "--conda", "ringtrain", "--qos", "long"],
         *["--constraint", "rack1|rack2", "--signal_seconds", "300", "--env", "HOROVOD_LOG_LEVEL=info"],
@@ -268,6 +269,18 @@ def test_horovodrun_gets_the_nodes_of_the_job_with_their_slots(site: Site) -> No
     assert site.run(render(JobRequest(nodes=2, ranks_per_node=4, mpi="horovodrun")))[0] == 0
     assert site.calls("scontrol") == [[b"show", b"hostnames", b"n[1-2]"]]
     assert site.calls("horovodrun") == [[b"-np", b"8", b"-H", b"n1:4,n2:4", b"python", b"-m", b"ringtrain"]]
+
+
+def test_a_script_called_with_lost_nodes_starts_the_ranks_on_others(site: Site) -> None:
+    site.set("srun", 'echo "$RINGTRAIN_LAUNCH_DIR"')
+    launched = site.submit / ".launch"
+    (launched / "7-0").mkdir(parents=True)
+    status, printed = site.run(render(job(spare_nodes=2, mpi="pmix")), words=["n2", "n4"])
+    [call] = site.calls("srun")
+    assert (status, printed.splitlines()[1:]) == (0, [f"{launched}/7-0.2"])
+    assert "on n[1-2] without n2 n4, " in printed
+    assert call[3:7] == [b"--overlap", b"--nodes=2", b"--ntasks=2", b"--exclude=n2,n4"]
+    assert site.calls("python")[0][-5:] == [b"--spare_nodes", b"2", b"--lost_nodes", b"n2", b"n4"]
 
 
 def test_a_job_without_node_names_reports_it(site: Site) -> None:

@@ -219,8 +219,8 @@ class Config:
     cores of a single node ringtrain's own shared memory for short sums, or for all sums if each rank has one core;
     native is ringtrain for all sums, also between nodes, and MPI for the rest; horovod is Horovod for everything"""
 
-    compression: Literal["none", "fp16"] = "none"
-    """type in which gradients travel"""
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    """type in which gradients travel; Horovod cannot sum bf16"""
 
     jit_compile: Literal["auto", "true", "false"] = "auto"
     """whether XLA compiles a rank's forward and backward pass; sums and update are not compiled. auto: on GPUs, where

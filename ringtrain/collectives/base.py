@@ -33,6 +33,7 @@ class Collective(abc.ABC):
     overlaps_compute: bool = True
     is_ordered: bool = False  # every rank must make all calls in the same order
     may_use_mpi: bool = False
+    sums_bfloat16: bool = True
     list_types: Collection[str] = ()  # in an ordered sum, many tensors of these are as fast as one
 
     @abc.abstractmethod

@@ -15,8 +15,10 @@ import tensorflow as tf
 
 from ringtrain.collectives.base import Collective
 from ringtrain.collectives.groups import GradientSpec, fits_one_message, plan_groups
+from ringtrain.errors import UsageError
 
-Compression = Literal["none", "fp16"]
+Compression = Literal["none", "fp16", "bf16"]
+COMPRESSED = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 class Reduced(NamedTuple):
@@ -34,12 +36,19 @@ class GradientReduction:
     calls: ClassVar[int] = 0  # set up in this process; 0: its ranks train separately
 
     collective: Collective
-    # "fp16" sends float32 and float64 as float16. Values beyond 65504 become infinite, which the finite check detects.
+    # float16 values beyond 65504 become infinite, which the finite check detects.
     compression: Compression = "none"
     name: str = "gradients"  # unique
     groups: Sequence[Sequence[int]] | None = None  # fused, of one type each; None: by ``plan_groups``
     in_groups: bool | None = None  # False: one sum; None: by size and cores
     read_only: bool = False  # see Collective.all_reduce
+
+    def __post_init__(self) -> None:
+        if self.compression == "bf16" and not self.collective.sums_bfloat16:
+            raise UsageError(
+                f"compression is 'bf16', but {self.collective.description} sums the gradients, and Horovod has no "
+                "bfloat16. Use --compression fp16; on CPUs, --backend native also sums bfloat16."
+            )
 
     def __call__(
         self,
@@ -82,9 +91,10 @@ class GradientReduction:
         name, num = f"{self.name}/0", len(gradients)
         if not self.collective.list_types:
             return self._sum_as_vector(gradients, control, name)._replace(state=self.sum_state(state))
-        together = [*gradients, control, *state]
+        together = [*map(self.compress, gradients), control, *state]
         totals = self.collective.all_reduce(together, name=name, ordered=True, read_only=self.read_only)
-        sums, (control, *summed_state) = totals.tensors[:num], totals.tensors[num:]
+        sums = [_cast(total, gradient.dtype) for total, gradient in zip(totals.tensors, gradients, strict=False)]
+        control, *summed_state = totals.tensors[num:]
         assert totals.squares is not None
         return Reduced(sums, *check_squares(sums, totals.squares[:num]), control, summed_state)
 
@@ -113,7 +123,9 @@ class GradientReduction:
 
     def is_single_message(self, specs: Sequence[GradientSpec]) -> bool:
         """True if all are summed together, unpacked."""
-        if self.groups is not None or self.compression != "none" or any(spec.is_sparse for spec in specs):
+        if self.groups is not None or any(spec.is_sparse for spec in specs):
+            return False
+        if self.compression != "none" and not self.collective.list_types:
             return False
         dtypes = {spec.dtype for spec in specs}
         if len(dtypes) > 1 and not dtypes <= set(self.collective.list_types):
@@ -139,7 +151,7 @@ class GradientReduction:
             return merge_rows(tf.IndexedSlices(_cast(values, gradient.dtype), indices, gradient.dense_shape))
 
     def compress(self, tensor: tf.Tensor) -> tf.Tensor:
-        return _cast(tensor, "float16") if self.compression == "fp16" and tensor.dtype.is_floating else tensor
+        return _cast(tensor, COMPRESSED.get(self.compression, tensor.dtype)) if tensor.dtype.is_floating else tensor
 
 
 def by_type(tensors: Sequence[tf.Tensor], act: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]) -> list[tf.Tensor]:

@@ -48,6 +48,8 @@ HOROVOD_SETTINGS = tuple(
 
 
 class HorovodCollective(Collective):
+    sums_bfloat16 = False
+
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
         """``threads``: those that Horovod and MPI started in this process."""
         self.world = world

@@ -49,7 +49,7 @@ def measure(path: Path) -> Measured:
         step_sec=median["sec_per_step"],
         compute_sec=None if exposed is None else median["sec_per_step"] - exposed,
         shapes=start.get("trained_shapes") or uniform(start["parameters"]),  # an older run has none
-        value_bytes=2 if run.settings.get("compression") == "fp16" else 4,
+        value_bytes=4 if run.settings.get("compression", "none") == "none" else 2,
         batch_size=batch_size / size,
         measured_on=size,
         accumulate=run.settings.get("accumulate", 1),

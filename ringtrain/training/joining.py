@@ -75,7 +75,7 @@ def needs_of(config: Config, world: World, workload_class: type[Workload] | None
     from ringtrain.collectives.native.library import LIBRARY
     from ringtrain.workloads import names_python_functions  # imports NumPy, which the doctor must not need
 
-    sums_natively = config.backend in ("auto", "native") and config.compression == "none" and LIBRARY.exists()
+    sums_natively = config.backend in ("auto", "native") and LIBRARY.exists()
     return Needs(
         deterministic=config.deterministic,
         hang_timeout=config.hang_timeout,

@@ -107,10 +107,9 @@ def without_micro_batches(trial: Trial, config: Config) -> Trial:
 
 
 def lossy_type(config: Config) -> str:
-    types = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
-    return types.get(config.precision, "float16")
+    return "bfloat16" if config.precision == "mixed_bfloat16" or config.compression == "bf16" else "float16"
 
 
 def describe_lossy(config: Config) -> str:
     options = [f"--precision {config.precision}"] if config.precision.startswith("mixed") else []
-    return " ".join([*options, *(["--compression fp16"] if config.compression != "none" else [])])
+    return " ".join([*options, *([f"--compression {config.compression}"] if config.compression != "none" else [])])

@@ -39,7 +39,7 @@ from ringtrain.errors import UsageError
         ({"batch_size": 8, "global_batch_size": 16}, "batch_size is 8 and global_batch_size is 16; give one"),
         ({"epochs": 2, "steps": 100}, "epochs is 2 and steps is 100; give one"),
         ({"backend": "nccl"}, "backend is 'nccl'; it must be one of auto, native, horovod, solo"),
-        ({"compression": "int8"}, "compression is 'int8'; it must be one of none, fp16"),
+        ({"compression": "int8"}, "compression is 'int8'; it must be one of none, fp16, bf16"),
         ({"precision": "float16"}, "precision is 'float16'; it must be one of float32, mixed_float16, mixed_bfloat16"),
         ({"cache": "disk"}, "cache is 'disk'; it must be one of none, memory, node"),
         ({"hang_timeout": 0.5}, "hang_timeout is 0.5; it must be at least 1 second, or 0 for no watch"),

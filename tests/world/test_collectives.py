@@ -339,7 +339,10 @@ def dense_sum(gradients_of_ranks: list[list[Any]]) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize(("compression", "compiled"), [("none", False), ("none", True), ("fp16", False)])
+@pytest.mark.parametrize(
+    ("compression", "compiled"),
+    [("none", False), ("none", True), ("fp16", False), pytest.param("bf16", True, marks=pytest.mark.native)],
+)
 @on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_the_reduction_is_the_sum_of_the_ranks_gradients(
     collective: Collective, compression: str, compiled: bool
@@ -366,13 +369,22 @@ def test_a_reduced_sparse_gradient_holds_each_row_once(collective: Collective) -
     assert sorted(sparse.indices.numpy()) == sorted({1, 4, *range(collective.world.size)})
 
 
+@pytest.mark.parametrize(
+    ("compression", "bits", "holds_large"),
+    [("fp16", 11, False), pytest.param("bf16", 8, True, marks=pytest.mark.native)],
+)
 @on_ranks(2)
-def test_fp16_compression_sends_half_precision(collective: Collective) -> None:
-    value = 1.0 + 2.0**-12  # needs more bits than float16 has
-    [total] = GradientReduction(collective=collective, compression="fp16")([tf.constant([value])]).gradients
-    assert float(total[0]) == collective.world.size
-    reduced = GradientReduction(collective=collective, compression="fp16", name="large")([tf.constant([1e6])])
-    assert not bool(reduced.is_finite)
+def test_compression_sends_half_precision(
+    collective: Collective, compression: Any, bits: int, holds_large: bool
+) -> None:
+    reduction = GradientReduction(collective=collective, compression=compression)
+    values, control = tf.constant([1.0 + 2.0**-bits, 1.0 + 2.0 ** (1 - bits)]), tf.constant([1.0 + 2.0**-20])
+    reduced = reduction([values], control)
+    assert reduced.gradients[0].numpy().tolist() == [2.0, 2 * float(values[1])]
+    assert reduced.control is not None
+    assert float(reduced.control[0]) == 2 * float(control[0])
+    reduced = GradientReduction(collective=collective, compression=compression, name="large")([tf.constant([1e6])])
+    assert bool(reduced.is_finite) == holds_large
 
 
 @on_ranks(1, 2, 3, GLOO, BY_MPI)

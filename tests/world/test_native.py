@@ -131,6 +131,34 @@ def test_nonfinite_values_are_seen_by_all_and_large_ones_pass(collective: Collec
         assert not bool(reduce(signed, control, state).is_finite)
 
 
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@on_ranks(2, 3)
+def test_compressed_gradients_are_summed_at_once_and_in_groups(collective: Collective, compression: Any) -> None:
+    shapes = [(4,), (MIN_GROUP_BYTES, 2), (3, 2), (ONE_MESSAGE_BYTES,)]
+    gradients = [tf.constant(values_of_rank(collective.world.rank, shape, "float32")) for shape in shapes]
+    for in_groups in (False, True):
+        reduction = GradientReduction(
+            collective=collective, compression=compression, in_groups=in_groups, name=f"{compression}/{in_groups}"
+        )
+        reduce, control = tf.function(reduction, autograph=False), tf.fill([3], 1e20)
+        for _ in range(3):
+            assert_sums_of_all(reduce(gradients, control), shapes, control, collective.world.size)
+
+
+@on_ranks(2)
+def test_horovod_refuses_bf16(collective: Collective) -> None:
+    with pytest.raises(UsageError, match=r"'bf16', but Horovod over MPI sums .* Use --compression fp16"):
+        GradientReduction(collective=horovod_of(collective), compression="bf16")
+
+
+def test_a_run_by_horovod_refuses_bf16(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    arguments = ["--steps", "2", "--backend", "horovod", "--compression", "bf16", "--out", tmp_path / "run"]
+    finished = run_ringtrain(arguments, launcher="mpirun")
+    assert finished.rc == 2, finished.stderr
+    assert finished.stderr.count("compression is 'bf16', but Horovod over MPI") == 1
+    assert "Traceback" not in finished.stderr
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "accumulate", "num_samples"),
     [

@@ -443,7 +443,8 @@ def test_a_sharded_run_resumes_on_another_number_of_ranks(run_ringtrain: RunRing
 
 
 @pytest.mark.slow
-def test_compressed_gradients_are_sharded_too(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
-    half = ("--compression", "fp16")
+@pytest.mark.parametrize("compression", ["fp16", pytest.param("bf16", marks=pytest.mark.native)])
+def test_compressed_gradients_are_sharded_too(run_ringtrain: RunRingtrain, tmp_path: Path, compression: str) -> None:
+    half = ("--compression", compression)
     right = run_to(run_ringtrain, tmp_path / "not", 6, 2, *half)
-    assert_same_checkpoint(run_to(run_ringtrain, tmp_path / "sharded", 6, 2, *half, *SHARDED), right, "in fp16")
+    assert_same_checkpoint(run_to(run_ringtrain, tmp_path / "sharded", 6, 2, *half, *SHARDED), right, compression)

@@ -192,8 +192,12 @@ def test_all_paths_pass_without_a_defect(collective: Any) -> None:
 
     optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_global_norm": 0.1, "ema": 0.9}
     every = ("float64", "float32", "own", "float64-sharded", "float64-accumulated")
-    own: dict[str, dict[str, Any]] = {"Small": {"precision": "mixed_float16"}, "Embedded": {"compression": "fp16"}}
-    for name, options in own.items():
+    own: list[tuple[str, dict[str, Any]]] = [
+        ("Small", {"precision": "mixed_float16"}),
+        ("Embedded", {"compression": "fp16"}),
+        *([("Embedded", {"compression": "bf16"})] if collective.sums_bfloat16 else []),
+    ]
+    for name, options in own:
         findings, _ = findings_of(getattr(small, name)(), collective, trials=every, optimizer=optimizer, **options)
         assert all(finding.passes for finding in findings), findings
 

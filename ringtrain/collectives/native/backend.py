@@ -60,7 +60,9 @@ class Native(Collective):
         scaled: tuple[int, float] = NOT_SCALED,
     ) -> Totals:
         is_known = all(tensor.dtype.name in self.list_types for tensor in tensors)
-        if not is_known or not (ordered or self.is_ordered):
+        # Horovod has no bfloat16. Functions run these in program order.
+        is_ordered = ordered or self.is_ordered or any(tensor.dtype == tf.bfloat16 for tensor in tensors)
+        if not (is_known and is_ordered):
             return self._carrier.all_reduce(tensors, name=name)
         totals, squares = self._operations.all_reduce(
             tensors=list(tensors),
@@ -77,7 +79,7 @@ class Native(Collective):
     def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return (
             super().reduce_scatter(tensor, name=name)
-            if self.is_ordered
+            if self.is_ordered or tensor.dtype == tf.bfloat16
             else self._carrier.reduce_scatter(tensor, name=name)
         )
 
@@ -108,6 +110,8 @@ class Native(Collective):
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         if not self.is_ordered:
+            if tensor.dtype == tf.bfloat16:
+                return tf.bitcast(self._carrier.all_gather(tf.bitcast(tensor, tf.uint16), name=name), tf.bfloat16)
             return self._carrier.all_gather(tensor, name=name)
         rank, size = self.world.rank, self.world.size
         count = tf.one_hot(rank, size, dtype=tf.int64) * tf.shape(tensor, tf.int64)[0]

@@ -1,6 +1,7 @@
 """Watchdogs of many ranks: light processes without TensorFlow, forked from one, that report to rank 0 as ranks do.
 
-Rank 0's address reaches them by a file instead of a collective.
+Rank 0's address reaches them by a file instead of a collective: 512 processes with MPI and TensorFlow do not fit into
+the memory of a workstation. It counts what no public interface shows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LOST_RANKS = 5
 FORK = multiprocessing.get_context("fork")
 
 
-class Counting(Watchdog):
+class CountingWatchdog(Watchdog):
     """Counts what rank 0 hears."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -48,20 +49,23 @@ class Counting(Watchdog):
 def measure(size: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="ringtrain-hub-") as name:
         directory, barrier, pids = Path(name), FORK.Barrier(size), FORK.Array("i", size, lock=False)
-        ranks = [FORK.Process(target=be_rank, args=(rank, pids, directory, barrier)) for rank in range(size)]
+        ranks = [FORK.Process(target=run_rank, args=(rank, pids, directory, barrier)) for rank in range(size)]
         try:
             for process in ranks:
                 process.start()
             ranks[0].join(LIMIT_SECONDS)
+            if ranks[0].exitcode != 0:
+                raise RuntimeError(f"rank 0 of {size} ended with {ranks[0].exitcode}")
             return {"ranks": size, **json.loads((directory / RESULT).read_text())}
         finally:
             (directory / RESULT).touch()
+            end = time.monotonic() + LIMIT_SECONDS
             for process in ranks:
-                process.join(LIMIT_SECONDS)
+                process.join(max(0.0, end - time.monotonic()))
                 process.kill()
 
 
-def be_rank(rank: int, pids: Any, directory: Path, barrier: Any) -> None:
+def run_rank(rank: int, pids: Any, directory: Path, barrier: Any) -> None:
     pids[rank] = os.getpid()
     world = World(rank=rank, size=len(pids), local_rank=rank, local_size=len(pids), node="node", launcher="fork")
     first, result = directory / "first.json", directory / RESULT
@@ -73,11 +77,11 @@ def be_rank(rank: int, pids: Any, directory: Path, barrier: Any) -> None:
         return [json.loads(first.read_text()), *([{"node": world.node}] * (world.size - 1))]
 
     sys.modules["ringtrain.collectives"] = types.SimpleNamespace(all_gather_object=gather)  # type: ignore[assignment]
-    watchdog = Counting(world, HANG_TIMEOUT, report=lambda error: None, warn=lambda message: None)
+    watchdog = CountingWatchdog(world, HANG_TIMEOUT, report=lambda error: None, warn=lambda message: None)
     watchdog.start()
     watchdog.meet(None)  # type: ignore[arg-type]
     if world.is_rank0:
-        result.write_text(json.dumps(look(watchdog, pids)))
+        result.write_text(json.dumps(measure_rank0(watchdog, pids)))
     step = 0
     while not result.exists():  # not by an event: its waiters were killed
         activity.set_phase(Phase.STEP, step := step + 1)
@@ -86,7 +90,7 @@ def be_rank(rank: int, pids: Any, directory: Path, barrier: Any) -> None:
     os._exit(0)
 
 
-def look(watchdog: Counting, pids: Any) -> dict[str, float]:
+def measure_rank0(watchdog: CountingWatchdog, pids: Any) -> dict[str, float]:
     """What rank 0 sees of the others; it ends some of them."""
     begin = time.monotonic()
     wait_until(lambda: watchdog._has_met and not watchdog._unheard)
@@ -112,9 +116,9 @@ def look(watchdog: Counting, pids: Any) -> dict[str, float]:
     return figures | {"seconds to notice a killed rank": statistics.median(seconds)}
 
 
-def wait_until(is_so: Any) -> None:
+def wait_until(condition: Any) -> None:
     end = time.monotonic() + LIMIT_SECONDS / 3
-    while not is_so():
+    while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"nothing came within {LIMIT_SECONDS / 3:g} s")
         time.sleep(0.001)

@@ -100,11 +100,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sizes", default="2,4,8,16,32")
     parser.add_argument("--light", default="2,8,32,128,512")
     options = parser.parse_args(arguments)
-    tables = []
+    tables: list[list[dict[str, float]]] = []
     for measure_one, sizes in ((measure, options.sizes), (hub.measure, options.light)):
-        tables.append([measure_one(int(size)) for size in sizes.split(",")])
-        for row in tables[-1]:
+        tables.append([])
+        for size in sizes.split(","):
+            row = measure_one(int(size))
             print({name: round(value, 3) for name, value in row.items() if not name.startswith("bytes of")}, flush=True)
+            tables[-1].append(row)
     fits = {
         name: fit([int(row["ranks"]) for row in rows], [row[name] for row in rows])
         for rows in tables

@@ -292,6 +292,10 @@ class Config:
                 raise UsageError(
                     f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two."
                 )
+        if (self.backend, self.compression) == ("horovod", "bf16"):
+            raise UsageError(
+                "compression is 'bf16' and backend 'horovod', which has no bfloat16. Use --compression fp16."
+            )
         for name in ("workload", "out", "data_dir", "init_from"):
             printable(name, getattr(self, name))
         if self.profile is not None:

@@ -174,7 +174,7 @@ def describe_newest(ended: Ended) -> str:
 def describe_end(ended: Ended) -> str:
     end = ended.end
     if ended.lost_nodes:
-        return f"lost {', '.join(ended.lost_nodes)}."
+        return f"lost {', '.join(ended.lost_nodes)}: {describe_end(replace(ended, lost_nodes=()))}"
     if end is not None and not ended.has_lost_rank:
         if end.status == "completed":
             return "the run is complete."
@@ -263,17 +263,19 @@ def follow_up(
             start_in_place(job, script, ended, told=directory)
         start_again(job, script, ended, told=directory)
     if ended.state is not JobState.STARTED_AGAIN:  # ranks on the lost node may still report
-        for start in directory.parent.glob(f"{job}-{count_requeues()}*"):
+        first = directory.with_name(f"{job}-{count_requeues()}")
+        for start in (first, *directory.parent.glob(f"{first.name}.*")):
             forget(start)
     return ended.exit_code
 
 
 def may_have_lost_node(ended: Ended) -> bool:
-    return not (ended.has_saved or is_final(ended.exit_code) or ended.state)
+    would_start_again = why_not_again(replace(ended, lost_nodes=["any"])) is None
+    return would_start_again and not ended.has_saved
 
 
 def wait_for_lost_nodes(known: Sequence[str]) -> Sequence[str]:
-    """Return all, if any is new."""
+    """Return the lost nodes of the job, if there are others than the known; else nothing, after ``LOST_SECONDS``."""
     end = time.monotonic() + LOST_SECONDS
     while time.monotonic() < end:
         lost = find_lost_nodes(os.environ["SLURM_JOB_NODELIST"])

@@ -147,7 +147,7 @@ def create_request_parser(command: str, description: str) -> Parser:
         "--max_restarts", type=int, metavar="N", help="restarts after a failure without a newer checkpoint (default: 3)"
     )
     add("--max_requeues", type=int, metavar="N", help="how often the job may be started again at all (default: 20)")
-    add("--no_requeue", action="store_true", help="never start it again, not even after a lost node")
+    add("--no_requeue", action="store_true", help="never start it again, except on spare nodes")
     add("--module", action="append", metavar="NAME", help=f"module to load; {MANY}")
     add("--conda", metavar="ENV", help="conda environment to activate")
     add("--venv", metavar="PATH", help="virtual environment to activate")

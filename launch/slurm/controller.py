@@ -32,7 +32,7 @@ def requeue(job: str) -> str | None:
 
 
 def find_lost_nodes(nodes: str) -> list[str]:
-    """``nodes``: such as ``n[1-4]``."""
+    """Return those of ``nodes``, such as ``n[1-4]``, that Slurm has lost."""
     answer = ask(["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail,no_respond", "--format=%N"])
     return answer.text.split() if answer.is_good else []
 

@@ -112,6 +112,7 @@ class JobRequest:
 
     def _check_spare_nodes(self) -> None:
         for name, value, is_wrong, remedy in (
+            ("nodes", self.nodes, self.nodes == 1, "Give --nodes 2 or more"),
             ("mpi", self.mpi, self.mpi == HOROVODRUN, "Give --mpi pmix or pmi2"),
             ("max_restarts", self.max_restarts, not self.max_restarts, "Give --max_restarts 1 or more"),
         ):

@@ -18,7 +18,7 @@ from ringtrain.collectives.groups import GradientSpec, fits_one_message, plan_gr
 from ringtrain.errors import UsageError
 
 Compression = Literal["none", "fp16", "bf16"]
-COMPRESSED = {"fp16": "float16", "bf16": "bfloat16"}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 class Reduced(NamedTuple):
@@ -93,7 +93,7 @@ class GradientReduction:
             return self._sum_as_vector(gradients, control, name)._replace(state=self.sum_state(state))
         together = [*map(self.compress, gradients), control, *state]
         totals = self.collective.all_reduce(together, name=name, ordered=True, read_only=self.read_only)
-        sums = [_cast(total, gradient.dtype) for total, gradient in zip(totals.tensors, gradients, strict=False)]
+        sums = [_cast(total, gradient.dtype) for total, gradient in zip(totals.tensors[:num], gradients, strict=True)]
         control, *summed_state = totals.tensors[num:]
         assert totals.squares is not None
         return Reduced(sums, *check_squares(sums, totals.squares[:num]), control, summed_state)
@@ -151,7 +151,7 @@ class GradientReduction:
             return merge_rows(tf.IndexedSlices(_cast(values, gradient.dtype), indices, gradient.dense_shape))
 
     def compress(self, tensor: tf.Tensor) -> tf.Tensor:
-        return _cast(tensor, COMPRESSED.get(self.compression, tensor.dtype)) if tensor.dtype.is_floating else tensor
+        return _cast(tensor, DTYPES.get(self.compression, tensor.dtype)) if tensor.dtype.is_floating else tensor
 
 
 def by_type(tensors: Sequence[tf.Tensor], act: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]) -> list[tf.Tensor]:

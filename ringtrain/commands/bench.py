@@ -103,8 +103,7 @@ def measure(collective: Collective, options: Options, device: str) -> int:
         console.line("  ".join(f"{cell:>12}" for cell in [*cells, str(wrong)]))
         num_wrong += wrong
         times.append((num_bytes, seconds))
-    if len(times) > 1 and (link := name_link(world)):
-        found = fit_link(times, size)
-        flags = f"--cluster.{link}_gbit {found.gbit:.3g} --cluster.{link}_latency_us {found.latency_us:.3g}"
-        console.line(f"as a ring, for `ringtrain predict`: {flags}")
+    if len(times) > 1 and (name := name_link(world)) and (link := fit_link(times, size)):
+        flags = f"--cluster.{name}_gbit {link.gbit:.3g} --cluster.{name}_latency_us {link.latency_us:.3g}"
+        console.line(f"as a ring, for `ringtrain predict`: {flags} --cluster.tcp false")
     return 1 if num_wrong else 0

@@ -102,7 +102,8 @@ def main(arguments: Sequence[str], world: World) -> int:
     last = last_worthwhile([of(nodes, "expected").examples_per_sec for nodes in range(1, options.nodes + 1)])
     limited = [row["expected"] for row in rows if row["expected"].is_limited]
     if limited:
-        notes.append(f"from {limited[0].devices} devices on, steps wait for input or for checkpoints to be written")
+        devices = ", ".join(str(each.devices) for each in limited)
+        notes.append(f"steps wait for input, or for checkpoints to be written, on {devices} devices")
     notes.append(f"the last of {options.nodes} nodes that adds at least half of the first's rate: {last}")
     print("\n".join(escape(f"  {note}") for note in notes))
     if options.out is not None:

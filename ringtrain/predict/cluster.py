@@ -45,13 +45,15 @@ class Link:
         return 2 * math.log2(size) * self.latency_us * 1e-6 + 2 * num_bytes / (self.gbit * BYTES_PER_GBIT)
 
 
-def fit_link(times: Sequence[tuple[int, float]], size: int) -> Link:
-    """Return the link by which a ring takes the measured (bytes, seconds): relative least squares."""
+def fit_link(times: Sequence[tuple[int, float]], size: int) -> Link | None:
+    """Return the link by which a ring takes the measured (bytes, seconds): relative least squares; None: no fit."""
     import numpy as np  # so that help needs none
 
     design = [[2 * (size - 1) / sec, 2 * (size - 1) / size * num_bytes / sec] for num_bytes, sec in times]
     (latency_sec, sec_per_byte), *_ = np.linalg.lstsq(np.array(design), np.ones(len(design)), rcond=None)
-    return Link(float(1 / (max(sec_per_byte, 1e-15) * BYTES_PER_GBIT)), float(max(latency_sec, 0.0) * 1e6))
+    if min(latency_sec, sec_per_byte) <= 0:
+        return None
+    return Link(gbit=float(1 / (sec_per_byte * BYTES_PER_GBIT)), latency_us=float(latency_sec * 1e6))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class Work:
         return [self.value_bytes * math.prod(shape) for shape in self.shapes]
 
     def least_sec(self, share: float) -> float:
-        """Seconds of a step with this share of the batch that input and checkpoints permit."""
+        """Return the seconds that input and checkpoints take at least for a step with this share of the batch."""
         input_sec = share * self.batch_size / self.input_rate if self.input_rate else 0.0
         return max(input_sec, self.save_sec / self.save_every if self.save_every else 0.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ringtrain.errors import UsageError
 from ringtrain.predict.forecast import Work
 from ringtrain.report.reading import read_run
-from ringtrain.report.timing import steady_intervals
+from ringtrain.report.timing import read_seconds, steady_intervals
 
 MIN_INTERVALS = 2  # of the log, after the first, which holds the compilation
 UNIFORM_VARIABLES = 50  # for a number of parameters alone
@@ -44,7 +44,7 @@ def measure(path: Path) -> Measured:
         notes.append("one rank: the cluster's latencies and rates are assumed, not measured")
     if (waits := median.get("input_sec", 0.0)) > 0.05 * median["sec_per_step"]:
         notes.append(f"{waits / median['sec_per_step']:.0%} of a step wait for input, which is assumed to scale")
-    saves = [event["seconds"] for event in run.of_kind("checkpoint") if "seconds" in event]
+    saves = [seconds for event in run.of_kind("checkpoint") if (seconds := read_seconds(event.get("seconds")))]
     work = Work(
         step_sec=median["sec_per_step"],
         compute_sec=None if exposed is None else median["sec_per_step"] - exposed,

@@ -23,9 +23,9 @@ def write_report(
     may_write: Callable[[], None] = lambda: None,
 ) -> None:
     """Atomic; ``may_write`` precedes the rename. Raises UsageError for reading, OSError for writing."""
-    foreseen = None if forecast is None else read_forecast(forecast)
+    rows = None if forecast is None else read_forecast(forecast)
     try:
-        page = make_page([read_run(run) for run in runs], foreseen)
+        page = make_page([read_run(run) for run in runs], rows)
     except OSError as error:
         raise UsageError(
             f"{str(error.filename)!r} cannot be read: {error.strerror}. Check the file and its permissions."

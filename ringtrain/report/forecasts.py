@@ -15,8 +15,9 @@ from ringtrain.report.tables import format_value
 from ringtrain.report.timing import STEP_PARTS, TIMED, steady_intervals
 
 MAX_BYTES = 2**20
-SCENARIOS = ("expected", "low", "high")
-Forecast = Mapping[int, Mapping[str, Mapping[str, float]]]  # devices, scenario, name
+NEEDED = ("devices", "examples_per_sec", "step_sec", "exposed_sec")
+SCENARIO_NAMES = ("expected", "low", "high")
+ForecastRows = Mapping[int, Mapping[str, Mapping[str, float]]]  # devices, scenario, name
 
 
 class Comparison(NamedTuple):
@@ -24,11 +25,11 @@ class Comparison(NamedTuple):
     note: str
 
 
-def read_forecast(path: Path) -> Forecast:
+def read_forecast(path: Path) -> ForecastRows:
     """Raise UsageError if it is none."""
     try:
         rows = json.loads(read_bounded(path, MAX_BYTES))["rows"]
-        numbers = [{name: {key: float(row[name][key]) for key in row[name]} for name in SCENARIOS} for row in rows]
+        numbers = [{name: {key: float(row[name][key]) for key in NEEDED} for name in SCENARIO_NAMES} for row in rows]
         return {int(row["expected"]["devices"]): row for row in numbers}
     except OSError as error:
         raise UsageError(f"forecast is {str(path)!r}, which cannot be read: {error.strerror}.") from None
@@ -38,15 +39,17 @@ def read_forecast(path: Path) -> Forecast:
         ) from None
 
 
-def compare(run: RunRecord, forecast: Forecast) -> Comparison:
+def compare(run: RunRecord, forecast: ForecastRows) -> Comparison:
     """Compare the medians of the last start, and show where the difference went."""
     starts = run.of_kind("start")
     size, intervals = (starts[-1].get("size") if starts else None), steady_intervals(run.events)
     if not intervals:
         return Comparison([], "No step was measured.")
-    if not isinstance(size, int) or size not in forecast:
+    if not isinstance(size, int):
+        return Comparison([], "The run does not record its number of ranks.")
+    if size not in forecast:
         return Comparison([], f"The forecast is for {', '.join(map(str, sorted(forecast)))} ranks, not for {size}.")
-    expected, low, high = (forecast[size][name] for name in SCENARIOS)
+    expected, low, high = (forecast[size][name] for name in SCENARIO_NAMES)
     median = {
         name: statistics.median(event[name] for event in intervals)
         for name in (*TIMED, *STEP_PARTS)
@@ -59,20 +62,19 @@ def compare(run: RunRecord, forecast: Forecast) -> Comparison:
     ]
     if exposed is not None:
         rows += [
-            make_row(title, 1000 * measured, 1000 * foreseen)
-            for title, measured, foreseen in (
+            make_row(title, 1000 * measured, 1000 * seconds)
+            for title, measured, seconds in (
                 ("its compute, input and other time", step - exposed, expected["step_sec"] - expected["exposed_sec"]),
                 ("its communication, and waits for other ranks", exposed, expected["exposed_sec"]),
             )
         ]
     low_rate, high_rate = (format_value(each["examples_per_sec"]) for each in (low, high))
-    input_ms = format_value(1000 * median.get("input_sec", 0.0))
-    return Comparison(
-        rows,
-        f"Medians of the last start. The forecast's interval is {low_rate} to {high_rate} examples per second. Input "
-        f"took {input_ms} ms of a step.",
-    )
+    note = f"Medians of the last start. The forecast's interval is {low_rate} to {high_rate} examples per second."
+    if "input_sec" in median:
+        note += f" Input took {format_value(1000 * median['input_sec'])} ms of a step."
+    return Comparison(rows, note)
 
 
-def make_row(title: str, measured: float, foreseen: float) -> tuple[str, str, str, str]:
-    return title, format_value(measured), format_value(foreseen), f"{measured - foreseen:+,.4g}"
+def make_row(title: str, measured: float, expected: float) -> tuple[str, str, str, str]:
+    sign = "+" if measured >= expected else "-"
+    return title, format_value(measured), format_value(expected), sign + format_value(abs(measured - expected))

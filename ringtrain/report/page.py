@@ -16,7 +16,7 @@ from ringtrain import __version__
 from ringtrain.messages.defects import explaining_import
 from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
-from ringtrain.report.forecasts import Forecast, compare
+from ringtrain.report.forecasts import ForecastRows, compare
 from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
@@ -26,7 +26,7 @@ from ringtrain.report.timing import PARTS
 TEMPLATE = Path(__file__).parent / "template"
 
 
-def make_page(runs: Sequence[RunRecord], forecast: Forecast | None = None) -> str:
+def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -> str:
     names = name_runs([run.path for run in runs])
     drawn = [DrawnRun(name, make_curves(run.events), *find_marks(run)) for name, run in zip(names, runs, strict=True)]
     curves = [run.curves for run in drawn]

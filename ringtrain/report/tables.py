@@ -91,7 +91,7 @@ def list_facts(run: RunRecord) -> list[Fact]:
         )
     restart = max((read_seconds(event.get("restart_sec")) for event in training), default=0.0)
     if restart:
-        facts.append(Fact("Longest restart", format_seconds(restart), "from the last step before it to the next"))
+        facts.append(Fact("Longest restart", format_seconds(restart), "between the logged steps before and after it"))
     return facts
 
 

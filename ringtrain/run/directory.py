@@ -315,6 +315,7 @@ def _is_kept(event: Mapping[str, Any], step: int) -> bool:
 
 
 def _interruption_after(event: Mapping[str, Any], before: float | None) -> float | None:
+    """Return the time of the last ``train`` event, unless the run has ended in good order since."""
     if event["event"] == "train":
         return event["time"] if type(event.get("time")) in (int, float) else None
     is_pause = event["event"] == "end" and event.get("exit_code") not in (RingtrainError.exit_code, HangError.exit_code)

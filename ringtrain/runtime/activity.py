@@ -69,7 +69,7 @@ _moves = itertools.count(1)
 _last_move = 0
 _tell_at_once: Callable[[], None] | None = None
 _find_phase: Callable[[], tuple[Phase, int]] | None = None
-_own_time = (0, 0.0)
+_step_times = (0.0, 0.0)
 _phase_lock = threading.Lock()
 
 
@@ -93,15 +93,14 @@ def move() -> None:
     _last_move = next(_moves)
 
 
-def note_own_time(steps: int, seconds: float) -> None:
-    """Seconds of this process' steps so far, without its waits for other ranks."""
-    global _own_time
-    _own_time = (steps, seconds)
+def set_step_times(steps_sec: float, own_sec: float) -> None:
+    """Set the seconds of all steps so far, and those without waits for other ranks; 0: not timed."""
+    global _step_times
+    _step_times = (steps_sec, own_sec)
 
 
-def own_time() -> tuple[int, float]:
-    """Return (0, 0.0) if steps are not timed."""
-    return _own_time
+def step_times() -> tuple[float, float]:
+    return _step_times
 
 
 def current() -> tuple[Note, int]:

@@ -53,9 +53,12 @@ class StepTimes:
         self._communication += seconds
 
     @property
-    def own_sec(self) -> float | None:
-        """Seconds of all steps without waits for other ranks; None if not timed."""
-        return self._input + self._steps - self._communication if self._times_communication else None
+    def with_and_without_waits(self) -> tuple[float, float]:
+        """Seconds of all steps, and those without waits for other ranks; 0 if not timed."""
+        if not self._times_communication:
+            return 0.0, 0.0
+        steps_sec = self._input + self._steps
+        return steps_sec, steps_sec - self._communication
 
     def totals(self) -> dict[str, float]:
         known = {"input_sec": self._input}

@@ -160,6 +160,7 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.plan.first_step
     activity.set_phase(Phase.DATA, step + 1, takes_long=True)
+    activity.set_step_times(0.0, 0.0)  # an earlier run of this process may have left others
     batches.begin()
     ending = catch_up(job, session, actions)
     singles = job.times.waiting_for(batches)
@@ -258,8 +259,8 @@ def settle(
     step, batch, returned, is_last = trained
     guard.check(step, batch, returned)
     job.times.note_communication(read_value(returned, "communication_sec"))
-    if (own_sec := job.times.own_sec) is not None:
-        activity.note_own_time(step - job.plan.first_step, own_sec)
+    if not job.step.local_gradients.needs_every_rank:  # else it waits for others within the model as well
+        activity.set_step_times(*job.times.with_and_without_waits)
     if session.console.is_terminal:
         session.console.loss(read_loss(returned))
     if job.batches.is_counted:

@@ -1,8 +1,9 @@
 """Detection of a slow rank, for which the others wait.
 
-On cores each rank measures its steps without its waits for other ranks. Where nothing is measured (deterministic mode,
-``fit``, GPUs), it samples if one of its threads is runnable (proc(5): state R): always on a slow rank, not on waiting
-ones. Not detected then: waits too short to sleep, and GPU work.
+On cores each rank measures its steps without its waits for other ranks. Where these are not measured (deterministic
+mode, ``fit``, GPUs, ranks that wait for each other within a model), it samples if one of its threads is runnable
+(proc(5): state R): always on a slow rank, not on waiting ones. Not detected then: waits too short to sleep, and GPU
+work.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ WINDOWS = 2  # consecutive, to ignore bursts
 
 class Measure(NamedTuple):
     words: str
-    factor: float  # of a slow rank's value over the others' median
-    least: float = 0.0  # value of a slow rank
+    factor: float  # of a slow rank's share over the others' median
+    excess: float = 0.0  # of its share
+    least: float = 0.0  # share of a slow rank
 
 
-STEPS = Measure("its steps take {:.3g} ms without waits for others, theirs {:.3g} ms", factor=1.2)
+STEPS = Measure("without waits for others its steps take {:.0%} of the time, theirs {:.0%}", factor=1.2, excess=0.05)
 LOOKS = Measure("it is at work {:.0%} of the time, they are {:.0%}", factor=2.0, least=0.9)
 
 
@@ -50,46 +52,47 @@ class Looks:
         self.times_runnable += any(thread is not None and thread.state == "R" for thread in threads)
 
 
-class Progress(NamedTuple):
+class RankTotals(NamedTuple):
     """Totals of a rank since its start."""
 
     looks: float
     runnable: float  # looks at which a thread was
-    steps: float = 0  # 0: not timed
-    own_sec: float = 0  # of these steps, without waits for other ranks
+    steps_sec: float = 0  # 0: not timed
+    own_sec: float = 0  # of this, without waits for other ranks
 
 
 class Stragglers:
     def __init__(self) -> None:
-        self._begun: dict[int, Progress] = {}
+        self._begun: dict[int, RankTotals] = {}
         self._windows_slow: dict[int, int] = {}
 
-    def compare(self, progress: Mapping[int, Progress]) -> dict[int, str]:
-        """Return new slow ranks and why. ``progress``: per rank; empty if not training."""
-        if set(progress) != set(self._begun):
-            self._begun = dict(progress)
+    def compare(self, totals: Mapping[int, RankTotals]) -> dict[int, str]:
+        """Return new slow ranks and why. ``totals``: per rank; empty if not training."""
+        if set(totals) != set(self._begun):
+            self._begun = dict(totals)
             return {}
-        since = {rank: Progress(*map(operator.sub, progress[rank], begun)) for rank, begun in self._begun.items()}
+        since = {rank: RankTotals(*map(operator.sub, totals[rank], begun)) for rank, begun in self._begun.items()}
         if min((each.looks for each in since.values()), default=0) < LOOKS_PER_WINDOW:
             return {}
-        self._begun = dict(progress)
+        self._begun = dict(totals)
         slow = find_slow(since)
         told = {rank for rank, windows in self._windows_slow.items() if windows >= WINDOWS}
         self._windows_slow = {rank: self._windows_slow.get(rank, 0) + 1 for rank in {*slow, *told}}
         return {rank: why for rank, why in slow.items() if self._windows_slow[rank] == WINDOWS}
 
 
-def find_slow(since: Mapping[int, Progress]) -> dict[int, str]:
+def find_slow(since: Mapping[int, RankTotals]) -> dict[int, str]:
     """Return slow ranks and why."""
-    if all(each.steps > 0 for each in since.values()):
-        measure, values = STEPS, {rank: 1000 * each.own_sec / each.steps for rank, each in since.items()}
+    if all(each.steps_sec > 0 for each in since.values()):
+        measure, shares = STEPS, {rank: each.own_sec / each.steps_sec for rank, each in since.items()}
     else:
-        measure, values = LOOKS, {rank: each.runnable / each.looks for rank, each in since.items()}
+        measure, shares = LOOKS, {rank: each.runnable / each.looks for rank, each in since.items()}
     slow = {}
-    for rank, value in values.items():
-        others = [other for number, other in values.items() if number != rank]
-        if others and value >= measure.least and value >= measure.factor * (usual := statistics.median(others)):
-            slow[rank] = measure.words.format(value, usual)
+    for rank, share in shares.items():
+        others = [other for number, other in shares.items() if number != rank]
+        usual = statistics.median(others) if others else share
+        if others and share >= max(measure.least, measure.factor * usual, usual + measure.excess):
+            slow[rank] = measure.words.format(share, usual)
     return slow
 
 

@@ -31,7 +31,7 @@ from ringtrain.watchdog.hub import Message, Star, draw_token, listen
 from ringtrain.watchdog.outside import Outside
 from ringtrain.watchdog.stacks import find_user_frame, group_stacks, read_stacks, write_stacks
 from ringtrain.watchdog.states import RankState, find_hang, find_long_wait, read_state
-from ringtrain.watchdog.stragglers import Looks, Progress, Stragglers, describe_slow
+from ringtrain.watchdog.stragglers import Looks, RankTotals, Stragglers, describe_slow
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
@@ -66,7 +66,7 @@ class Watchdog:
         self._stacks: dict[int, str] = {}  # of other ranks, sent before they end
         self._unheard_seconds = 0.0
         self._looks, self._threads_before = Looks(), set[int]()
-        self._progress: dict[int, Progress] = {}
+        self._totals: dict[int, RankTotals] = {}
         self._stragglers = Stragglers()
         self._seen: tuple[Any, ...] = ()
         self._still = 0.0
@@ -240,14 +240,14 @@ class Watchdog:
         else:
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 self._states[rank] = read_state(message)
-                self._progress[rank] = Progress(*map(float, message["progress"]))
+                self._totals[rank] = RankTotals(*map(float, message["totals"]))
                 self._unheard.discard(rank)
 
     def _tell(self) -> None:
         mine = self._my_state
-        progress = Progress(self._looks.times, self._looks.times_runnable, *activity.own_time())
-        self._progress[self._world.rank] = progress
-        self._star.send({**mine.to_message(), "progress": progress})
+        totals = RankTotals(self._looks.times, self._looks.times_runnable, *activity.step_times())
+        self._totals[self._world.rank] = totals
+        self._star.send({**mine.to_message(), "totals": totals})
         self._outside.tell(mine.max_silence, mine.note.words_of_one)
 
     def _judge(self, seconds: float) -> None:
@@ -285,8 +285,8 @@ class Watchdog:
     def _look_for_stragglers(self) -> None:
         notes = [activity.current()[0], *(state.note for state in self._states.values())]
         ranks = [self._world.rank, *self._states] if all(note.step for note in notes) else []
-        progress = {rank: self._progress[rank] for rank in ranks if rank in self._progress}
-        for rank, why in self._stragglers.compare(progress).items():
+        totals = {rank: self._totals[rank] for rank in ranks if rank in self._totals}
+        for rank, why in self._stragglers.compare(totals).items():
             self._print_line(describe_slow(rank, why, self._nodes))
 
     def _print_line(self, warning: str) -> None:

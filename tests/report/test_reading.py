@@ -353,7 +353,7 @@ def test_the_summary_shows_the_longest_of_several_restarts(tmp_path: Path) -> No
         train_event(50, restart_sec=10**400),
     ]
     facts = summarize(RunRecord(path=tmp_path, events=[START, *restarts]))
-    assert facts["Longest restart"] == "2 min 5 s from the last step before it to the next"
+    assert facts["Longest restart"] == "2 min 5 s between the logged steps before and after it"
     assert "Longest restart" not in summarize(RunRecord(path=tmp_path, events=[START, train_event(20)]))
     assert "train/restart_sec" not in make_curves(restarts)
 

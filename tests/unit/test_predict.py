@@ -188,7 +188,7 @@ def test_input_and_checkpoints_limit_the_rate(run: Path, capsys: pytest.CaptureF
     assert main(["predict", *FLAGS, "--nodes", "2", "--input_rate", "320"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[1].split()[2:5] == ["2,560"] * 3  # 8 devices
-    assert "from 8 devices on, steps wait for input or for checkpoints to be written" in shown
+    assert "steps wait for input, or for checkpoints to be written, on 8, 16 devices" in shown
     assert WORK.least_sec(1.0) == 0
     assert replace(WORK, save_sec=30.0, save_every=100).least_sec(1.0) == pytest.approx(0.3)
     with (run / "metrics.jsonl").open("a") as file:
@@ -199,7 +199,9 @@ def test_input_and_checkpoints_limit_the_rate(run: Path, capsys: pytest.CaptureF
 
 def test_a_link_is_fitted_to_measured_sums() -> None:
     link = Link(gbit=12.5, latency_us=40)
+    assert fit_link([(1024, 2e-5), (4096, 1e-5)], 4) is None
     found = fit_link([(size, link.ring(size, 4)) for size in (1024, 2**16, 2**22, 2**28)], 4)
+    assert found is not None
     assert (found.gbit, found.latency_us) == pytest.approx((link.gbit, link.latency_us))
 
 

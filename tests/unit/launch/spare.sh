@@ -31,13 +31,14 @@ echo "launch: job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JO
 # Since Slurm 22.05 srun does not take the cores of a task from the job.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
-# With --no-kill Slurm does not start a job again that has lost the node of this script. The other nodes do.
+# With --no-kill Slurm does not start a job again that has lost the node of this script. Other nodes do: one more than
+# the job can lose.
 # shellcheck disable=SC2016
-[ $# -gt 0 ] || srun --mpi=none --overlap --no-kill --nodes=2 --ntasks=2 --exclude="$SLURMD_NODENAME" bash -c '
+[ $# -gt 0 ] || srun --mpi=none --export=ALL --gres=none --overlap --no-kill --nodes=2 --ntasks=2 --exclude="$SLURMD_NODENAME" bash -c '
     trap "" USR1
-    while sleep 30; do
+    while sleep $((20 + RANDOM % 20)); do
         read -r first nodes < <(squeue --noheader --states=RUNNING --jobs="$SLURM_JOB_ID" --format="%B %N") || continue
-        hosts=$(scontrol show hostnames "$nodes") && ! grep -qx "$first" <<<"$hosts" && scontrol requeue "$SLURM_JOB_ID"
+        hosts=$(scontrol show hostnames "$nodes") && ! grep -qxF -- "$first" <<<"$hosts" && scontrol requeue "$SLURM_JOB_ID"
     done' >/dev/null 2>&1 &
 
 # A start that Slurm has lost with a node may live on there under the number of its step. When it notices that it has

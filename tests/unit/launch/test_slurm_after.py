@@ -112,9 +112,9 @@ DECISIONS = [
         ended(status=137, end=None, lost_nodes=["n2"]),
         True,
         137,
-        ["lost n2. The ranks start again on the other", "1 of"],
+        ["lost n2: the ranks ended with exit code 137", "The ranks start again on the other nodes, 1 of"],
     ),
-    (ended(end=LOST, lost_nodes=["n2"], max_requeues=0), True, 1, ["lost n2."]),
+    (ended(end=LOST, lost_nodes=["n2"], max_requeues=0), True, 1, ["lost n2: the run ended with exit code 1"]),
     (ended(end=LOST, lost_nodes=["n2"], failures=3, newest_step=100), False, 1, ["4 starts have failed"]),
     (ended(end=LOST, lost_nodes=["n2"], state=JobState.ENDING), False, 1, ["cancelled"]),
     # failed for good
@@ -293,9 +293,8 @@ def test_the_script_runs_again_without_the_lost_nodes(site: Site) -> None:
     (site.submit / "slurm_script").write_text('trap "echo USR1" USR1; kill -USR1 $$; echo "again: $*"\n')
     exit_code, lines = follow_up(site, LOST, options=LOST_BEFORE)
     assert (exit_code, site.calls("scontrol")) == (0, [SHOW])
-    assert lines[0].startswith(
-        "launch: lost n2, n4. The ranks start again on the other nodes, 1 of at most 3 from the "
-    )
+    assert lines[0].startswith("launch: lost n2, n4: the run ended with exit code 1 (lost a rank).")
+    assert "The ranks start again on the other nodes, 1 of at most 3 from the " in lines[0]
     assert lines[1:] == ["USR1", "again: n2 n4"]
     assert [call[2] for call in site.calls("sinfo")] == [b"--nodes=n[1-2]"]
     assert read_failures(site.submit / ".launch" / "7-0.2") == 1

@@ -145,6 +145,18 @@ def test_compressed_gradients_are_summed_at_once_and_in_groups(collective: Colle
             assert_sums_of_all(reduce(gradients, control), shapes, control, collective.world.size)
 
 
+@on_ranks(2, 3)
+def test_bfloat16_is_summed_to_pieces_and_gathered(collective: Collective) -> None:
+    """Horovod, which carries such calls in other types, has none."""
+    rank, size = collective.world.rank, collective.world.size
+    values = tf.cast(values_of_rank(rank, (size * 5,), "float32"), tf.bfloat16)
+    total = np.sum([values_of_rank(each, (size * 5,), "float32") for each in range(size)], axis=0)
+    mine = collective.reduce_scatter(values, name="pieces")
+    np.testing.assert_array_equal(tf.cast(mine, tf.float32), total[rank * 5 : (rank + 1) * 5])
+    whole = collective.all_gather(mine, name="whole")
+    np.testing.assert_array_equal(tf.cast(whole, tf.float32), total)
+
+
 @on_ranks(2)
 def test_horovod_refuses_bf16(collective: Collective) -> None:
     with pytest.raises(UsageError, match=r"'bf16', but Horovod over MPI sums .* Use --compression fp16"):

@@ -95,9 +95,8 @@ def test_a_spare_node_replaces_a_lost_one_without_a_requeue(
     assert [{rank["node"] for rank in start["ranks"]} for start in job.starts] == [{"n1", "n2"}, {"n1", "n3"}]
     assert job.starts[1]["first_step"] >= 5
     assert_ended_as_if_undisturbed(job, undisturbed, restarts=0, starts=2)
-    assert (
-        "lost n2. The ranks start again on the other nodes, 1 of at most 3 from the checkpoint of step " in job.output
-    )
+    assert "launch: lost n2: the " in job.output
+    assert "The ranks start again on the other nodes, 1 of at most 3 from the checkpoint of step " in job.output
     [restarted] = [event for event in events(job.out, "train") if "restart_sec" in event]
     assert restarted["time"] - lost_at - 1 <= restarted["restart_sec"] < 90  # Slurm notices a lost node after 27 s
     assert not list((tmp_path / ".launch").iterdir())

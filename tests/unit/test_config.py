@@ -37,7 +37,10 @@ from ringtrain.errors import UsageError
         ({"eval_every": -1}, "eval_every is -1; it must be at least 0"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
         ({"batch_size": 8, "global_batch_size": 16}, "batch_size is 8 and global_batch_size is 16; give one"),
-        ({"backend": "horovod", "compression": "bf16"}, "backend 'horovod', which has no bfloat16. Use --compression fp16"),
+        (
+            {"backend": "horovod", "compression": "bf16"},
+            "backend 'horovod', which has no bfloat16. Use --compression fp16",
+        ),
         ({"epochs": 2, "steps": 100}, "epochs is 2 and steps is 100; give one"),
         ({"backend": "nccl"}, "backend is 'nccl'; it must be one of auto, native, horovod, solo"),
         ({"compression": "int8"}, "compression is 'int8'; it must be one of none, fp16, bf16"),

@@ -9,6 +9,7 @@ results/predictions.json. Layers are those of Keras' models; BERT is taken as 50
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import re
 import statistics
@@ -24,7 +25,16 @@ from ringtrain.predict.measured import uniform
 PUBLISHED = Path(__file__).parent / "published_scaling.csv"
 RESULT = Path("results/predictions.json")
 PICTURE = Path("docs/scaling.svg")
-CLUSTERS = {"TCP": "tcp25", "25 Gbit/s": "roce25", "HDR": "dgxa100", "NVLink": "dgx1"}  # by words of the network
+COLOURS = ("#1f83c9", "#d4611a", "#12906a", "#c75f9f", "#a07c10", "#7a70e0")
+CLUSTERS = {  # by words of the network
+    "TCP": "tcp25",
+    "25 Gbit/s": "roce25",
+    "HDR": "dgxa100",
+    "DGX A100": "dgxa100",
+    "DGX-2": "dgx2",
+    "DGX-1": "dgx1v",
+    "NVLink": "dgx1",
+}
 # Published as shares of the ideal: docs/benchmarks.rst of Horovod.
 SHARES = {"Inception V3": 0.90, "ResNet-101": 0.90, "VGG-16": 0.68}
 LAYERS = {
@@ -46,7 +56,7 @@ def compare(models: Collection[str] | None = None) -> list[dict[str, Any]]:
         model, devices = row["model"].partition(" (")[0], int(row["devices"])
         if models is not None and model not in models:
             continue
-        series = f"{row['source'].split()[0]} {model}"
+        series = " ".join([row["source"].split()[0], model, row["gpu"], row["precision"]])
         if row["examples_per_sec"]:
             rate = float(row["examples_per_sec"]) / devices
             if series not in first:
@@ -88,6 +98,7 @@ def cluster_of(network: str) -> Cluster:
     return next(PRESETS[name] for words, name in CLUSTERS.items() if words in network)
 
 
+@functools.cache
 def shapes_of(model: str) -> list[tuple[int, ...]]:
     """Return shapes of the trainable variables; none for a model that Keras has not."""
     if model not in LAYERS:
@@ -127,29 +138,46 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def draw(rows: list[dict[str, Any]]) -> str:
-    """Return an SVG: of each row the interval, the forecast (circle) and the published efficiency (cross)."""
-    left, width, height, least = 360, 480, 22, 0.3
-    ticks = range(30, 101, 10)
+    """Return an SVG: forecast over published efficiency, with the interval of each forecast."""
+    left, size, least = 60, 520, 0.35
+    sources = dict(zip(dict.fromkeys(map(source_of, rows)), COLOURS, strict=True))
 
     def at(efficiency: float) -> float:
-        return round(left + width * (efficiency - least) / (1 - least), 1)
+        return round(size * (efficiency - least) / (1 - least), 1)
 
-    bottom = height * (len(rows) + 1)
-    shapes = [f'<path d="M{at(tick / 100)} 10V{bottom}" stroke="#ddd"/>' for tick in ticks]
-    shapes += [f'<text x="{at(tick / 100)}" y="{bottom + 16}" text-anchor="middle">{tick}%</text>' for tick in ticks]
-    for number, row in enumerate(rows, start=1):
-        y, published = height * number, at(row["efficiency"])
-        name = re.sub(r" *[(,].*", "", row["model"])
-        shapes.append(
-            f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{name}, {row["devices"]} {row["gpu"]}</text>'
-        )
-        shapes.append(f'<path d="M{at(row["low"])} {y}H{at(row["high"])}" stroke="#9cc3e6" stroke-width="8"/>')
-        shapes.append(f'<circle cx="{at(row["expected"])}" cy="{y}" r="4" fill="#1f83c9"/>')
-        shapes.append(f'<path d="M{published - 4} {y - 4}l8 8m0 -8l-8 8" stroke="#c33" stroke-width="2"/>')
-    size = f'width="{left + width + 30}" height="{bottom + 26}"'
+    def x(efficiency: float) -> float:
+        return left + at(efficiency)
+
+    def y(efficiency: float) -> float:
+        return 10 + size - at(efficiency)
+
+    ends = {shift: (x(least), y(least + shift), x(1 - shift), y(1)) for shift in (0.0, WITHIN)}
+    corners = [(x(least + WITHIN), y(least)), (x(1), y(1 - WITHIN)), ends[WITHIN][2:], ends[WITHIN][:2]]
+    shapes = [f'<path d="M{"L".join(f"{a:.1f} {b:.1f}" for a, b in corners)}Z" fill="#eee"/>']
+    shapes.append(f'<path d="M{x(least)} {y(least)}L{x(1)} {y(1)}" stroke="#999"/>')
+    for tick in range(40, 101, 10):
+        shapes.append(f'<text x="{x(tick / 100)}" y="{size + 28}" text-anchor="middle">{tick}%</text>')
+        shapes.append(f'<text x="{left - 8}" y="{y(tick / 100) + 4}" text-anchor="end">{tick}%</text>')
+    shapes.append(f'<text x="{left + size / 2}" y="{size + 48}" text-anchor="middle">published efficiency</text>')
+    shapes.append(f'<text transform="translate(14 {10 + size / 2}) rotate(-90)" text-anchor="middle">forecast</text>')
+    for row in rows:
+        colour, where = sources[source_of(row)], x(row["efficiency"])
+        path = f"M{where} {y(row['low'])}V{y(row['high'])}"
+        shapes.append(f'<path d="{path}" stroke="{colour}" stroke-width="3" opacity="0.25"/>')
+        shapes.append(f'<circle cx="{where}" cy="{y(row["expected"])}" r="3.5" fill="{colour}"/>')
+    for number, (name, colour) in enumerate(sources.items()):
+        height = y(0.6) + 20 * number
+        shapes.append(f'<circle cx="{x(0.72)}" cy="{height}" r="5" fill="{colour}"/>')
+        shapes.append(f'<text x="{x(0.72) + 12}" y="{height + 4}">{name}</text>')
     style = 'font-family="sans-serif" font-size="13" fill="#333"'
     body = "\n".join(['<rect width="100%" height="100%" fill="white"/>', *shapes])
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
+    frame = f'width="{left + size + 20}" height="{size + 60}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {frame} {style}>\n{body}\n</svg>\n'
+
+
+def source_of(row: Mapping[str, Any]) -> str:
+    first, second, *_ = str(row["source"]).split()
+    return {"horovod": "Horovod", "TensorFlow": "TensorFlow", "NVIDIA": "BERT, EfficientNet-B4"}.get(first, second)
 
 
 def main() -> int:

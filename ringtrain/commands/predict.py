@@ -1,8 +1,8 @@
 """Forecast the speed of a training on more nodes, with an interval.
 
 It takes the time of a step and the sizes of gradients from a run or from flags, and the cluster
-from a preset (dgxa100, dgxh100, dgx1, p4d, roce25, tcp25, tcp10), whose numbers --cluster.NAME
-replaces. One process.
+from a preset (dgxa100, dgxh100, dgx1, dgx1v, dgx2, p4d, roce25, tcp25, tcp10), whose numbers
+--cluster.NAME replaces. One process.
 
     python -m ringtrain predict runs/digits --preset p4d --nodes 64
     python -m ringtrain predict --step_sec 1 --batch_size 64 --parameters 25600000
@@ -68,7 +68,7 @@ class Options:
     """samples per second that a device's input delivers at most (no limit)"""
 
     variation: float | None = None
-    """standard deviation of the devices' compute in a step, over its mean (0 to 0.08, 0.03 expected)"""
+    """standard deviation of the devices' compute in a step, over its mean (0 to 0.08, 0.025 expected)"""
 
     out: Path | None = None
     """directory for the forecast as JSON and as a picture"""
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], world: World) -> int:
     variation = {} if options.variation is None else {"variation": options.variation}
     scenarios = {name: scenario._replace(**variation) for name, scenario in SCENARIOS.items()}
     works = {
-        name: replace(work, compute_sec=find_compute(work, options.cluster, scenario))
+        name: replace(work, compute_sec=find_compute(work, options.cluster, scenario), measured_on=1)
         for name, scenario in scenarios.items()
     }
 

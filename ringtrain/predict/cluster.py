@@ -95,13 +95,15 @@ class Cluster:
         return replace(self, device_gbit=self.device_gbit * share, node_gbit=self.node_gbit * of_node)
 
 
-# Sources: user guides of NVIDIA DGX-1 (P100: NVLink 1, 4 x 100 Gbit/s), DGX A100 (NVLink 3, 8 x 200 Gbit/s) and DGX
-# H100 (NVLink 4, 8 x 400 Gbit/s); Amazon EC2 P4d (4 x 100 Gbit/s EFA); the cluster of Horovod's docs/benchmarks.rst
-# (four GPUs on PCIe 3.0 x16, 25 Gbit/s).
+# Sources: user guides of NVIDIA DGX-1 (P100: NVLink 1, V100: NVLink 2, of which a ring uses half; 4 x 100 Gbit/s), DGX-2
+# (8 x 100 Gbit/s), DGX A100 (NVLink 3, 8 x 200 Gbit/s) and DGX H100 (NVLink 4, 8 x 400 Gbit/s); Amazon EC2 P4d (4 x
+# 100 Gbit/s EFA); the cluster of Horovod's docs/benchmarks.rst (four GPUs on PCIe 3.0 x16, 25 Gbit/s).
 PRESETS = {
     "dgxa100": Cluster(),
     "dgxh100": Cluster(device_gbit=3600, node_gbit=3200),
     "dgx1": Cluster(device_gbit=320, node_gbit=400),
+    "dgx1v": Cluster(device_gbit=600, node_gbit=400),
+    "dgx2": Cluster(devices_per_node=16, device_gbit=1200, node_gbit=800),
     "p4d": Cluster(node_gbit=400, node_latency_us=25),
     "roce25": Cluster(devices_per_node=4, device_gbit=100, node_gbit=25),
     "tcp25": Cluster(devices_per_node=4, device_gbit=100, node_gbit=25, node_latency_us=30, tcp=True),

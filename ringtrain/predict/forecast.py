@@ -26,12 +26,13 @@ class Scenario(NamedTuple):
     overlap: float  # 1: all communication that the groups allow is hidden; 0: none
     link_share: float  # of its rate that a link reaches
     variation: float  # of the devices' compute in a step: standard deviation over mean
+    contention: float  # of the compute that many devices of a node add to that of one, as they share its host
 
 
 SCENARIOS = {
-    "low": Scenario(overlap=0.0, link_share=0.7, variation=0.08),
-    "expected": Scenario(overlap=0.9, link_share=0.9, variation=0.03),
-    "high": Scenario(overlap=1.0, link_share=1.0, variation=0.0),
+    "low": Scenario(overlap=0.0, link_share=0.7, variation=0.08, contention=0.1),
+    "expected": Scenario(overlap=0.95, link_share=0.9, variation=0.025, contention=0.06),
+    "high": Scenario(overlap=1.0, link_share=1.0, variation=0.0, contention=0.0),
 }
 
 
@@ -98,7 +99,7 @@ def forecast(
     share = 1.0 if batch_size is None else batch_size / work.batch_size
     compute = share * find_compute(work, cluster, scenario)
     exposed = find_exposed(work, cluster, devices, compute, scenario)
-    step_sec = compute * slowest_of(devices, scenario.variation) + exposed
+    step_sec = compute * slowdown_of(devices, cluster, scenario) + exposed
     least_sec = work.least_sec(share)
     is_limited, step_sec = step_sec < least_sec, max(step_sec, least_sec)
     rate = devices * share * work.batch_size / step_sec
@@ -106,13 +107,14 @@ def forecast(
 
 
 def find_compute(work: Work, cluster: Cluster, scenario: Scenario) -> float:
-    """Return a device's mean compute in the measured step."""
+    """Return the mean compute in the measured step of a device that is alone in its node."""
+    slowdown = slowdown_of(work.measured_on, cluster, scenario)
     if work.compute_sec is not None:
-        return work.compute_sec
+        return work.compute_sec / slowdown
     compute = work.step_sec
     for _ in range(20):  # what is hidden depends on it
         exposed = find_exposed(work, cluster, work.measured_on, compute, scenario)
-        compute = max(work.step_sec - exposed, work.step_sec / 20) / slowest_of(work.measured_on, scenario.variation)
+        compute = max(work.step_sec - exposed, work.step_sec / 20) / slowdown
     return compute
 
 
@@ -127,6 +129,12 @@ def find_exposed(work: Work, cluster: Cluster, devices: int, compute: float, sce
     for group, group_sec in zip(groups, seconds, strict=True):
         end = max(end, backward * work.ready(min(group))) + group_sec
     return scenario.overlap * (end - backward) + (1 - scenario.overlap) * sum(seconds)
+
+
+def slowdown_of(devices: int, cluster: Cluster, scenario: Scenario) -> float:
+    """Return the compute of the slowest of the devices, relative to one device's mean."""
+    others = 1 - 1 / min(devices, cluster.devices_per_node)
+    return slowest_of(devices, scenario.variation) * (1 + scenario.contention * others)
 
 
 def slowest_of(devices: int, variation: float) -> float:

@@ -4,8 +4,8 @@
     python -m tests.bench.network --nodes 4 --models WIDE --gbit 1 --rounds 1
 
 The nodes (tests/world/network.py) have one rank and one core each. A node sends through a queue of so many Gbit/s
-(tc-tbf), so that both directions have the rate; a filter loses packets at random, of 9,000 bytes each in that row.
-Delays need a kernel with netem. It needs root, and writes results/network.json after each run.
+(tc-tbf), so that both directions have the rate; a filter loses packets at random, of 9,000 bytes each in that row; a
+process delays them (tests/world/delay.py). It needs root, and writes results/network.json after each run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import Any
 from benchmarks.origin import describe_commit, describe_machine, read_load
 from benchmarks.settings import Length
 from benchmarks.steps import workload_flags
-from tests.world.network import SWITCH, Network
+from tests.world.network import Network
 from tests.world.processes import clean_environment, run_command
 
 CONTENDERS = {
@@ -39,7 +38,7 @@ CONTENDERS = {
 }
 PASSES = {"native, 4 micro-batches": 4}  # of a step; else 1
 LENGTHS = {"CNN": Length(steps=20, log_every=5), "WIDE": Length(steps=8, log_every=2)}
-DELAYS_MS, LOSS_PERCENT = (0.05, 2.0), 0.1
+DELAYS_MS, LOSS_PERCENT = (0.0, 1.0), 0.1  # of each of the two cables that a packet passes
 LOSS_TOLERANCE = 0.02  # of the training's, relative to the first contender's: halves round
 TIMEOUT_SECONDS = 180
 # Instructions of classic BPF: drop (2) if a random number of 32 bits is at least so large; else let pass (-1).
@@ -49,11 +48,11 @@ DROP_AT_RANDOM = "4,32 0 0 4294963256,53 0 1 {},6 0 0 2,6 0 0 4294967295"
 @dataclass(frozen=True)
 class Link:
     gbit: float  # per second, of each direction
-    delay_ms: float | None  # of each direction, besides what the kernel takes
+    delay_ms: float  # of each node's cable, besides what the kernel takes
     loss_percent: float = 0.0
 
     def __str__(self) -> str:
-        delay = f", {self.delay_ms:g} ms" if self.delay_ms else ""
+        delay = f", {2 * self.delay_ms:g} ms" if self.delay_ms else ""
         return f"{self.gbit:g} Gbit/s{delay}" + (f", {self.loss_percent:g} % lost" if self.loss_percent else "")
 
     def apply(self, network: Network) -> None:
@@ -62,11 +61,7 @@ class Link:
             run(node, "tc qdisc replace dev eth0 clsact")
             run(node, "tc filter delete dev eth0 egress")
             run(node, "tc qdisc replace dev eth0 root pfifo")
-            parent = "root"
-            if self.delay_ms:
-                run(node, f"tc qdisc replace dev eth0 root handle 1: netem delay {self.delay_ms}ms limit 100000")
-                parent = "parent 1:1"
-            run(node, f"tc qdisc replace dev eth0 {parent} tbf rate {self.gbit}gbit burst 256kb latency 50ms")
+            run(node, f"tc qdisc replace dev eth0 root tbf rate {self.gbit}gbit burst 1024kb latency 50ms")
             run(node, f"ip link set eth0 gso_max_segs {1 if self.loss_percent else 65535}")
             if self.loss_percent:
                 least = DROP_AT_RANDOM.format(int(2**32 * (1 - self.loss_percent / 100)))
@@ -100,11 +95,10 @@ def main() -> None:
         "load_before": read_load(),
     }
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # to end the ranks
-    with Network(arguments.nodes) as network:
-        delays: Sequence[float | None] = DELAYS_MS if has_netem(network) else (None,)
-        result["delays"] = "none: this kernel has no netem" if delays == (None,) else "by netem"
+    networks = {delay: Network(arguments.nodes, delay_sec=delay / 1000) for delay in DELAYS_MS}
+    try:
         rates = [float(word) for word in arguments.gbit.split(",")]
-        links = [Link(gbit, delay) for gbit in rates for delay in delays] + [Link(rates[0], delays[0], LOSS_PERCENT)]
+        links = [Link(gbit, delay) for delay in DELAYS_MS for gbit in rates] + [Link(rates[0], 0.0, LOSS_PERCENT)]
         rows = [
             Row(model, link, name, CONTENDERS[name])
             for model in arguments.models.split(",")
@@ -114,19 +108,18 @@ def main() -> None:
         order = random.Random(0)
         for _ in range(arguments.rounds):
             for row in order.sample(rows, len(rows)):
+                network = networks[row.link.delay_ms]
                 row.link.apply(network)
                 seconds, row.loss = measure(network, row)
                 row.sec_per_batch.append(seconds)
                 print(f"{row.model}, {row.link}, {row.contender}: {1000 * seconds:.1f} ms", flush=True)
                 result |= {"load_after": read_load(), "rows": [asdict(each) for each in rows]}
                 arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    finally:
+        for network in networks.values():
+            network.close()
     check_losses(rows)
     print("\n".join(make_table(rows)))
-
-
-def has_netem(network: Network) -> bool:
-    command = "tc qdisc add dev lo root netem delay 1ms"
-    return subprocess.run([*network.enter(SWITCH), *command.split()], capture_output=True).returncode == 0
 
 
 def measure(network: Network, row: Row) -> tuple[float, float]:

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from tests.world import delay
 
 ADDRESS = "192.0.2.{}"  # reserved for documentation (RFC 5737)
 MTU = "mtu 9000"  # bytes of a packet
@@ -19,8 +23,8 @@ SWITCH = "switch"
 
 
 class Network:
-    def __init__(self, size: int) -> None:
-        """Raises PermissionError if this process may not make name spaces."""
+    def __init__(self, size: int, *, delay_sec: float = 0.0) -> None:
+        """``delay_sec``: of each node's cable. Raises PermissionError if this process may not make name spaces."""
         self.nodes = [f"n{number}" for number in range(1, size + 1)]
         self._hosts: dict[str, subprocess.Popen[str]] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="ringtrain-network-")
@@ -30,9 +34,7 @@ class Network:
             self.run(SWITCH, "ip link set bridge up")
             for number, node in enumerate(self.nodes, 1):
                 self._start(node)
-                self.run(
-                    node, f"ip link add eth0 {MTU} type veth peer name {node} {MTU} netns {self._hosts[SWITCH].pid}"
-                )
+                self._connect(node, delay_sec)
                 self.run(node, f"ip address add {ADDRESS.format(number)}/24 dev eth0")
                 self.run(node, "ip link set eth0 up")
                 self.run(SWITCH, f"ip link set {node} master bridge up")
@@ -46,8 +48,18 @@ class Network:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _connect(self, node: str, delay_sec: float) -> None:
+        switch = self._hosts[SWITCH].pid
+        if not delay_sec:
+            self.run(node, f"ip link add eth0 {MTU} type veth peer name {node} {MTU} netns {switch}")
+            return
+        ends = [str(self._hosts[node].pid), "eth0", str(switch), node]
+        self._begin(f"cable of {node}", [sys.executable, delay.__file__, str(delay_sec), *ends])
+        self.run(node, f"ip link set eth0 {MTU}")
+        self.run(SWITCH, f"ip link set {node} {MTU}")
+
     def close(self) -> None:
-        for host in self._hosts.values():
+        for host in reversed(self._hosts.values()):
             host.kill()
             host.communicate()
         self._directory.cleanup()
@@ -83,9 +95,11 @@ class Network:
 
     def _start(self, name: str) -> None:
         script = f"hostname {name} && ip link set lo up && echo ready && exec sleep infinity"
-        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "sh", "-c", script]
+        self._begin(name, ["unshare", "--net", "--uts", "sh", "-c", script])
+
+    def _begin(self, name: str, command: Sequence[str]) -> None:
         host = self._hosts[name] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            ["setpriv", "--pdeathsig", "KILL", *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
         assert host.stdout is not None
         if host.stdout.readline() != "ready\n":

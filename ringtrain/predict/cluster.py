@@ -96,8 +96,8 @@ class Cluster:
 
 
 # Sources: user guides of NVIDIA DGX-1 (P100: NVLink 1, V100: NVLink 2, of which a ring uses half; 4 x 100 Gbit/s),
-# DGX-2 (8 x 100 Gbit/s), DGX A100 (NVLink 3, 8 x 200 Gbit/s) and DGX H100 (NVLink 4, 8 x 400 Gbit/s); Amazon EC2 P4d (4 x
-# 100 Gbit/s EFA); the cluster of Horovod's docs/benchmarks.rst (four GPUs on PCIe 3.0 x16, 25 Gbit/s).
+# DGX-2 (8 x 100 Gbit/s), DGX A100 (NVLink 3, 8 x 200 Gbit/s) and DGX H100 (NVLink 4, 8 x 400 Gbit/s); Amazon EC2 P4d
+# (4 x 100 Gbit/s EFA); the cluster of Horovod's docs/benchmarks.rst (four GPUs on PCIe 3.0 x16, 25 Gbit/s).
 PRESETS = {
     "dgxa100": Cluster(),
     "dgxh100": Cluster(device_gbit=3600, node_gbit=3200),

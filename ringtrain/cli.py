@@ -21,8 +21,8 @@ from ringtrain.training.ending import report_end
 COMMANDS = {
     name: f"ringtrain.commands.{name}"
     for name in (
-        "train", "launch", "eval", "report", "export", "verify", "predict", "workloads", "init", "convert", "doctor",
-        "bench",
+        "train", "launch", "eval", "report", "track", "export", "verify", "predict", "workloads", "init", "convert",
+        "doctor", "bench",
     )
 }  # fmt: skip
 # Started by other commands only.

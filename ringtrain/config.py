@@ -49,6 +49,7 @@ EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax
 
 # Limits of steps in checkpoint names, TensorFlow's dimensions, NumPy's seeds and the kernel's timeouts.
 MAX_STEPS = 999_999_999
+TRACKERS = ("mlflow", "wandb")
 MAX_SIZE = 2**31 - 1
 MAX_SEED = 2**32 - 1
 MAX_SECONDS = 1_000_000_000
@@ -265,6 +266,9 @@ class Config:
     cache: Literal["none", "memory", "node"] = "none"
     """what keeps decoded images: a file on each node, decoded before the training, or each rank's memory"""
 
+    tracker: str = "none"
+    """experiment trackers that get the log: mlflow or wandb, both with a comma between"""
+
     profile: str | None = None
     """START:STOP, the steps (from 1) of which TensorFlow's profile and a timeline of all ranks' sums are written"""
 
@@ -292,6 +296,7 @@ class Config:
                 raise UsageError(
                     f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two."
                 )
+        trackers_of(self.tracker)
         if (self.backend, self.compression) == ("horovod", "bf16"):
             raise UsageError(
                 "compression is 'bf16' and backend 'horovod', which has no bfloat16. Use --compression fp16."
@@ -311,6 +316,16 @@ class Config:
             if path is not None and not os.path.isdir(path):  # Path.is_dir raises if the name is too long
                 rule = f"is no directory that can be read{kinds}. Check the path."
                 raise UsageError(f"{name} {str(path)!r} {rule}", reach="node")
+
+
+def trackers_of(names: str) -> list[str]:
+    """Return trackers, also the names of their packages; none for "none". Raises UsageError."""
+    chosen = [] if names == "none" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in TRACKERS:
+            meant = did_you_mean(name, TRACKERS)
+            raise UsageError(f"tracker is {name!r}; it must be {' or '.join(TRACKERS)}. {meant}".strip())
+    return chosen
 
 
 def make_config(

@@ -61,6 +61,7 @@ class Run(keras.callbacks.Callback):
         check_replicas_every: int = Config.check_replicas_every,
         hang_timeout: float = Config.hang_timeout,
         max_hours: float | None = Config.max_hours,
+        tracker: str = Config.tracker,
     ) -> None:
         """Set the run directory. The arguments are settings of ``python -m ringtrain``.
 
@@ -74,6 +75,7 @@ class Run(keras.callbacks.Callback):
             check_replicas_every: steps between comparisons of the replicas, besides those of saves; 0: none.
             hang_timeout: seconds without progress until exit with code 6; 0: no watchdog.
             max_hours: hours until the run saves and exits with code 75.
+            tracker: experiment trackers, such as ``"mlflow,wandb"``.
 
         Raises:
             UsageError: an argument is invalid.
@@ -93,6 +95,7 @@ class Run(keras.callbacks.Callback):
             check_replicas_every=check_replicas_every,
             hang_timeout=hang_timeout,
             max_hours=max_hours,
+            tracker=tracker,
         )
         self._was_used = False
         self._others: list[keras.callbacks.Callback] = []

@@ -36,7 +36,7 @@ METRICS_FILE = "metrics.jsonl"
 FIT_OF = "fit of "  # prefix of a callbacks.Run's workload, before the script's name
 FIT_SETTINGS = (
     "workload", "options", "out", "epochs", "log_every", "best_metric", "best_direction", "checkpoint_every", "keep",
-    "resume", "check_replicas_every", "hang_timeout", "max_hours",
+    "resume", "check_replicas_every", "hang_timeout", "max_hours", "tracker",
 )  # fmt: skip
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"

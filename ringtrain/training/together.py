@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.collectives import Collective, run_on_rank0
-from ringtrain.config import Config
+from ringtrain.config import Config, trackers_of
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
 from ringtrain.messages.log import show_log
@@ -26,6 +26,8 @@ from ringtrain.runtime.time_limit import find_limits
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import Console, open_console
 from ringtrain.terminal.startup import describe_start
+from ringtrain.tracking.base import require_installed
+from ringtrain.tracking.follower import following
 from ringtrain.training.ending import early_end, recording_end, report_error, write_end_at_hang, write_warning
 from ringtrain.training.joining import Prepared, joined
 from ringtrain.watchdog.thread import Watchdog
@@ -78,7 +80,10 @@ def opened_together(
 
     opened: list[OpenedRun] = []
 
+    trackers = trackers_of(config.tracker)
+
     def open_on_rank0() -> dict[str, Any]:
+        require_installed(trackers)
         opened.append(open_run(config))
         start = opened[0].start
         record_start(Path(start.path), step=start.step, is_complete=start.is_complete)
@@ -92,7 +97,9 @@ def opened_together(
         write_end=functools.partial(write_end_at_hang, run, start),
         warn=functools.partial(write_warning, run, console) if run else None,
     )
-    with recording_end(run, start.is_complete, requests, collective.world, console):
+    is_tracked = bool(run and trackers and not start.is_complete)
+    followed = following(run.path, trackers, console.line) if run and is_tracked else contextlib.nullcontext()
+    with followed, recording_end(run, start.is_complete, requests, collective.world, console):
         session = RunSession(
             config,
             collective,

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from launch.slurm.cli import advise, create_request_parser
 from launch.slurm.job import JobRequest
 
@@ -24,15 +22,8 @@ def test_every_option_is_named() -> None:
     assert "--to run.sh" in PAGE
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "the launcher belongs to another MPI than Horovod",
-        "ranks, and each rank needs its own. Start",
-        "is being written by",
-    ],
-)
-def test_the_messages_that_are_explained_are_ringtrain_s(message: str) -> None:
+def test_the_message_that_is_explained_is_ringtrain_s() -> None:
+    message = "the launcher belongs to another MPI than Horovod"
     assert message in WORDS
     sources = [" ".join(re.sub(r'"\s+f?"', "", source).split()) for source in SOURCES]
     assert any(message in source for source in sources)

@@ -1,0 +1,1 @@
+"""Experiment trackers: they get what a run has logged, and training never waits for them."""

@@ -1,0 +1,102 @@
+"""Sends what a run has logged to a tracker, each step once.
+
+``tracker-NAME.json`` in the run directory holds the last steps sent: what could not be sent is sent by the next start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ringtrain.config import flatten_settings
+from ringtrain.errors import UsageError
+from ringtrain.files.atomic import replace_text
+from ringtrain.files.bounded import open_regular, read_small
+from ringtrain.run.directory import METRICS_FILE, REPORT_FILE, parse_event, read_config
+from ringtrain.run.identity import read_identity
+from ringtrain.tracking.base import Row, TrackedRun, Tracker, create_tracker
+
+KINDS = ("train", "eval")
+NOT_METRICS = {"event", "step", "time"}
+ROWS = 100  # in a message
+
+
+class Feed:
+    def __init__(self, path: Path, name: str, *, begun: float = 0.0, tracker: Tracker | None = None) -> None:
+        """``begun``: seconds since 1970; what is earlier is of another start."""
+        self._path, self._begun, self._tracker = path, begun, tracker or create_tracker(name)
+        self._file = path / f"tracker-{name}.json"
+        sent = read_small(self._file) or {}
+        self._sent = {kind: sent[kind] if type(sent.get(kind)) is int else -1 for kind in KINDS}
+        self._place = 0  # in metrics.jsonl, after what was read and sent
+        self._has_started = False
+
+    def send(self, *, ends: bool = True) -> None:
+        """Send all that is new, and the end if the run has logged it. Raises what the tracker raises.
+
+        ``ends``: False if the report of an ended run may not be written yet.
+        """
+        events, place = self._read_new()
+        of_start = [event for event in events if float(event.get("time", 0.0)) >= self._begun]
+        end = of_start[-1] if ends and of_start and of_start[-1]["event"] == "end" else None
+        if not self._has_started and not end and not any(event["event"] == "start" for event in of_start):
+            return
+        if not self._has_started:
+            self._tracker.start(describe_run(self._path, events))
+            self._has_started = True
+        rows = [event for event in events if event["event"] in KINDS and event["step"] > self._sent[event["event"]]]
+        for begin in range(0, len(rows), ROWS):
+            self._tracker.log([to_row(event) for event in rows[begin : begin + ROWS]])
+            for event in rows[begin : begin + ROWS]:
+                self._sent[event["event"]] = event["step"]
+            replace_text(self._file, json.dumps(self._sent) + "\n")
+        if end is not None:
+            self._end(end)
+        if ends or not events or events[-1]["event"] != "end":
+            self._place = place
+
+    def _end(self, end: Mapping[str, Any]) -> None:
+        files = [self._path / name for name in (REPORT_FILE, "config.yaml")]
+        exports = sorted((self._path / "export").glob("*.keras"))
+        tags = {name: str(end[name]) for name in ("status", "exit_code", "message") if name in end}
+        self._tracker.end(str(end.get("status")), tags, [file for file in (*files, *exports) if file.is_file()])
+        self._has_started = False
+
+    def _read_new(self) -> tuple[list[dict[str, Any]], int]:
+        """Return events and the place after them."""
+        try:
+            with open_regular(self._path / METRICS_FILE) as file:
+                if file.seek(0, 2) < self._place:  # a resumed run has cut it
+                    self._place = 0
+                file.seek(self._place)
+                lines = file.readlines()
+        except FileNotFoundError:
+            lines = []
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        events = [event for line in lines if (event := parse_event(line)) is not None]
+        return events, self._place + sum(map(len, lines))
+
+
+def describe_run(path: Path, events: list[dict[str, Any]]) -> TrackedRun:
+    config, identity = read_config(path), read_identity(path)
+    if config is None or identity is None:
+        raise UsageError(f"{str(path)!r} is no run directory of this version. Give the directory of a run.")
+    start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "start"), {})
+    tags = {name: str(start[name]) for name in ("size", "node", "launcher", "git_revision") if name in start}
+    tags |= {f"version.{name}": str(version) for name, version in (start.get("versions") or {}).items()}
+    return TrackedRun(
+        id=str(identity["id"]), path=path, name=path.resolve().name, parameters=flatten_settings(config), tags=tags
+    )
+
+
+def to_row(event: Mapping[str, Any]) -> Row:
+    kind = event["event"]
+    values = {
+        f"{kind}/{name}": float(value)
+        for name, value in event.items()
+        if name not in NOT_METRICS and type(value) in (int, float)
+    }
+    return Row(event["step"], float(event.get("time", 0.0)), values)

@@ -1,0 +1,141 @@
+"""What a tracker gets: each step once, in order, whatever fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringtrain.cli import main
+from ringtrain.config import trackers_of
+from ringtrain.errors import UsageError
+from ringtrain.tracking.base import Row, TrackedRun
+from ringtrain.tracking.feed import Feed
+
+
+class Memory:
+    """A tracker in memory, which may be down."""
+
+    def __init__(self) -> None:
+        self.runs: list[TrackedRun] = []
+        self.rows: list[Row] = []
+        self.ends: list[tuple[str, Mapping[str, str], list[str]]] = []
+        self.is_down = False
+
+    def start(self, run: TrackedRun) -> None:
+        self._answer()
+        self.runs.append(run)
+
+    def log(self, rows: Sequence[Row]) -> None:
+        self._answer()
+        self.rows += rows
+
+    def end(self, status: str, tags: Mapping[str, str], files: Sequence[Path]) -> None:
+        self._answer()
+        self.ends.append((status, tags, [file.name for file in files]))
+
+    def _answer(self) -> None:
+        if self.is_down:
+            raise ConnectionError("down")
+
+    @property
+    def steps(self) -> list[int]:
+        return [row.step for row in self.rows]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "digits"
+    path.mkdir()
+    (path / "config.yaml").write_text("workload: digits\noptimizer: {name: adam, lr: 0.01}\n")
+    identity = {"id": "0123456789abcdef", "seed": 0, "started": "2026-11-27T00:00:00Z", "host": "n1"}
+    (path / "run.json").write_text(json.dumps(identity))
+    write(path, {"event": "start", "size": 2, "versions": {"keras": "3.15"}}, train(10), train(20))
+    return path
+
+
+def write(run: Path, *events: Mapping[str, Any], mode: str = "a") -> None:
+    with (run / "metrics.jsonl").open(mode) as file:
+        file.writelines(json.dumps({"time": 5.0, **event}) + "\n" for event in events)
+
+
+def train(step: int, **values: float | str) -> dict[str, Any]:
+    return {"event": "train", "step": step, "loss": 1.0 / step, **values}
+
+
+def test_a_run_is_sent_with_its_settings(run: Path) -> None:
+    tracker = Memory()
+    feed = Feed(run, "memory", tracker=tracker)
+    feed.send()
+    [there] = tracker.runs
+    assert (there.id, there.name) == ("0123456789abcdef", "digits")
+    assert there.parameters == {"workload": "digits", "optimizer.name": "adam", "optimizer.lr": 0.01}
+    assert there.tags == {"size": "2", "version.keras": "3.15"}
+    assert tracker.rows[0] == Row(10, 5.0, {"train/loss": 0.1})
+    write(run, train(30, loss="nan"), {"event": "eval", "step": 30, "accuracy": 0.5})
+    (run / "report.html").write_text("<html>")
+    write(run, {"event": "end", "status": "completed", "exit_code": 0})
+    feed.send(ends=False)
+    assert tracker.ends == []
+    feed.send()
+    assert tracker.rows[2:] == [Row(30, 5.0, {}), Row(30, 5.0, {"eval/accuracy": 0.5})]
+    assert tracker.ends == [("completed", {"status": "completed", "exit_code": "0"}, ["report.html", "config.yaml"])]
+
+
+def test_a_tracker_that_was_down_gets_the_rest(run: Path) -> None:
+    tracker = Memory()
+    feed = Feed(run, "memory", tracker=tracker)
+    feed.send()
+    tracker.is_down = True
+    write(run, train(30))
+    with pytest.raises(ConnectionError):
+        feed.send()
+    tracker.is_down = False
+    write(run, train(40))
+    feed.send()
+    assert tracker.steps == [10, 20, 30, 40]
+    assert len(tracker.runs) == 1
+
+
+def test_the_next_start_sends_only_what_is_new(run: Path) -> None:
+    Feed(run, "memory", tracker=Memory()).send()
+    # It resumes from step 10, and trains step 20 again.
+    start = {"event": "start", "size": 2}
+    write(run, start, train(10), {"event": "end", "status": "preempted", "exit_code": 75}, start, train(20), mode="w")
+    tracker = Memory()
+    feed = Feed(run, "memory", begun=6.0, tracker=tracker)
+    feed.send()
+    assert tracker.runs == [], "its start is not logged yet"
+    write(run, start | {"time": 7.0}, train(30) | {"time": 8.0})
+    feed.send()
+    assert (len(tracker.runs), tracker.steps, tracker.ends) == (1, [30], [])
+
+
+def test_an_incomplete_line_waits_for_its_end(run: Path) -> None:
+    tracker = Memory()
+    feed = Feed(run, "memory", tracker=tracker)
+    line = json.dumps({"time": 5.0, **train(30)}) + "\n"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line[:9])
+    feed.send()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line[9:])
+    feed.send()
+    assert tracker.steps == [10, 20, 30]
+
+
+def test_trackers_are_checked() -> None:
+    assert trackers_of("none") == []
+    assert trackers_of("mlflow, wandb") == ["mlflow", "wandb"]
+    with pytest.raises(UsageError, match=r"tracker is 'mlfow'; it must be mlflow or wandb\. Did you mean 'mlflow'\?"):
+        trackers_of("mlfow")
+
+
+def test_a_missing_package_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["track", str(run), "--to", "mlflow"]) == 2
+    assert "tracker is 'mlflow', which is not installed. Install it: pip install 'ringtrain[mlflow]'" in (
+        capsys.readouterr().err
+    )

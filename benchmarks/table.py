@@ -23,7 +23,6 @@ QUESTIONS = {
     "checkpoint": "A save every 100 steps compared with none; what the training waits for it",
     "guards": "The guards that flags turn off, on and off",
     "settings": "Each variable that ringtrain sets compared with another value of it",
-    "nodes": "A step on two nodes that a slow network joins (`git show e159330:tests/bench/nodes.py`)",
 }
 HEAD = """\
 # Benchmarks

@@ -20,6 +20,7 @@ from ringtrain.tracking.base import Row, TrackedRun, Tracker, create_tracker
 
 KINDS = ("train", "eval")
 NOT_METRICS = {"event", "step", "time"}
+TAGS: tuple[str, ...] = ("size", "node", "launcher")  # of the ``start`` event
 ROWS = 100  # in a message
 
 
@@ -85,7 +86,7 @@ def describe_run(path: Path, events: list[dict[str, Any]]) -> TrackedRun:
     if config is None or identity is None:
         raise UsageError(f"{str(path)!r} is no run directory of this version. Give the directory of a run.")
     start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "start"), {})
-    tags = {name: str(start[name]) for name in ("size", "node", "launcher", "git_revision") if name in start}
+    tags: dict[str, str] = {name: str(start[name]) for name in TAGS if name in start}
     tags |= {f"version.{name}": str(version) for name, version in (start.get("versions") or {}).items()}
     return TrackedRun(
         id=str(identity["id"]), path=path, name=path.resolve().name, parameters=flatten_settings(config), tags=tags

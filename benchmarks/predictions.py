@@ -110,9 +110,12 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
 
 def simplest(work: Work, cluster: Cluster, devices: int) -> float:
     """Return the efficiency by compute and 2 (n - 1) / n times the bytes over the line rate, without overlap."""
-    nodes = -(-devices // cluster.devices_per_node)
-    rate = (cluster.node_gbit if nodes > 1 else cluster.device_gbit) * 1e9 / 8
-    return work.step_sec / (work.step_sec + 2 * (devices - 1) / devices * sum(work.gradient_bytes) / rate)
+
+    def communication(size: int) -> float:
+        rate = (cluster.node_gbit if size > cluster.devices_per_node else cluster.device_gbit) * 1e9 / 8
+        return 2 * (size - 1) / size * sum(work.gradient_bytes) / rate
+
+    return work.step_sec / (work.step_sec - communication(work.measured_on) + communication(devices))
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -325,7 +325,7 @@ def trackers_of(names: str) -> list[str]:
         if name not in TRACKERS:
             meant = did_you_mean(name, TRACKERS)
             raise UsageError(f"tracker is {name!r}; it must be {' or '.join(TRACKERS)}. {meant}".strip())
-    return chosen
+    return list(dict.fromkeys(chosen))
 
 
 def make_config(

@@ -7,18 +7,18 @@ A run with --tracker does so while it trains; this sends what was left, and runs
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
-from ringtrain.config import trackers_of
-from ringtrain.errors import RingtrainError
-from ringtrain.messages.defects import describe_defect
+from ringtrain.config import TRACKERS, trackers_of
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.world import World
-from ringtrain.tracking.base import require_installed
+from ringtrain.tracking.base import DEFAULTS, describe_failure, require_installed
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,23 @@ def main(arguments: Sequence[str], world: World) -> int:
     options = Options(**parse_arguments(Options, arguments, world))
     refuse_launcher("track", world)
     trackers = trackers_of(options.to)
+    if not trackers:
+        raise UsageError(f"to is {options.to!r}; it must be {' or '.join(TRACKERS)}.")
     require_installed(trackers)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from ringtrain.report.reading import read_run
     from ringtrain.tracking.feed import Feed
 
+    if not read_run(options.run).of_kind("start"):
+        raise UsageError(f"{str(options.run)!r} has logged no start. Give the directory of a run that has trained.")
     for name in trackers:
         try:
             Feed(options.run, name).send()
         except RingtrainError:
             raise
         except Exception as error:
-            raise RingtrainError(
-                f"{name} did not take all of {str(options.run)!r}: {describe_defect(error)}. The same command goes on."
-            ) from error
+            why = describe_failure(error)
+            raise RingtrainError(f"{name} did not take all of {str(options.run)!r}: {why} Try again.") from error
         print(escape(f"{options.run} is in {name}"))
     return 0

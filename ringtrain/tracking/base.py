@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.defects import describe_defect
 
 PROJECT = "ringtrain"
+SECRETS = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY")
+# MLflow tries for minutes otherwise.
+DEFAULTS = {
+    "MLFLOW_LOGGING_LEVEL": "ERROR", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "WANDB_SILENT": "true",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +52,20 @@ class Tracker(Protocol):
 
 def require_installed(names: Sequence[str]) -> None:
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a directory of that name is no package
             raise UsageError(
                 f"tracker is {name!r}, which is not installed. Install it: pip install 'ringtrain[{name}]'"
             )
+
+
+def describe_failure(error: Exception) -> str:
+    """Without user names, passwords and keys."""
+    text = re.sub(r"//[^/@\s]+@", "//***@", describe_defect(error))
+    for name in SECRETS:
+        if secret := os.environ.get(name):
+            text = text.replace(secret, "***")
+    return text
 
 
 def create_tracker(name: str) -> Tracker:

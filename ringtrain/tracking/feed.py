@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,23 @@ from typing import Any
 from ringtrain.config import flatten_settings
 from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
-from ringtrain.files.bounded import open_regular, read_small
-from ringtrain.run.directory import METRICS_FILE, REPORT_FILE, parse_event, read_config
+from ringtrain.files.bounded import open_regular, read_small, require_at_most
+from ringtrain.run.directory import (
+    CONFIG_FILE,
+    MAX_LINE_BYTES,
+    MAX_METRICS_BYTES,
+    MAX_TIME,
+    METRICS_FILE,
+    REPORT_FILE,
+    parse_event,
+    read_config,
+)
 from ringtrain.run.identity import read_identity
 from ringtrain.tracking.base import Row, TrackedRun, Tracker, create_tracker
 
 KINDS = ("train", "eval")
 NOT_METRICS = {"event", "step", "time"}
+MAX_VALUE = 1e300  # of a float
 TAGS: tuple[str, ...] = ("size", "node", "launcher")  # of the ``start`` event
 ROWS = 100  # in a message
 
@@ -40,7 +52,7 @@ class Feed:
         ``ends``: False if the report of an ended run may not be written yet.
         """
         events, place = self._read_new()
-        of_start = [event for event in events if float(event.get("time", 0.0)) >= self._begun]
+        of_start = [event for event in events if read_time(event) >= self._begun]
         end = of_start[-1] if ends and of_start and of_start[-1]["event"] == "end" else None
         if not self._has_started and not end and not any(event["event"] == "start" for event in of_start):
             return
@@ -59,22 +71,24 @@ class Feed:
             self._place = place
 
     def _end(self, end: Mapping[str, Any]) -> None:
-        files = [self._path / name for name in (REPORT_FILE, "config.yaml")]
-        exports = sorted((self._path / "export").glob("*.keras"))
+        exports = self._path / "export"
+        models = [] if exports.is_symlink() else sorted(exports.glob("*.keras"))
+        files = [self._path / REPORT_FILE, self._path / CONFIG_FILE, *models]
         tags = {name: str(end[name]) for name in ("status", "exit_code", "message") if name in end}
-        self._tracker.end(str(end.get("status")), tags, [file for file in (*files, *exports) if file.is_file()])
+        self._tracker.end(
+            str(end.get("status")), tags, [file for file in files if file.is_file() and not file.is_symlink()]
+        )
         self._has_started = False
 
     def _read_new(self) -> tuple[list[dict[str, Any]], int]:
         """Return events and the place after them."""
-        try:
-            with open_regular(self._path / METRICS_FILE) as file:
-                if file.seek(0, 2) < self._place:  # a resumed run has cut it
-                    self._place = 0
-                file.seek(self._place)
-                lines = file.readlines()
-        except FileNotFoundError:
-            lines = []
+        lines: list[bytes] = []
+        with contextlib.suppress(FileNotFoundError), open_regular(self._path / METRICS_FILE) as file:
+            require_at_most(file, MAX_METRICS_BYTES, self._path / METRICS_FILE)
+            if file.seek(0, os.SEEK_END) < self._place:  # a resumed run has cut it
+                self._place = 0
+            file.seek(self._place)
+            lines.extend(iter(lambda: file.readline(MAX_LINE_BYTES), b""))
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
         events = [event for line in lines if (event := parse_event(line)) is not None]
@@ -87,7 +101,8 @@ def describe_run(path: Path, events: list[dict[str, Any]]) -> TrackedRun:
         raise UsageError(f"{str(path)!r} is no run directory of this version. Give the directory of a run.")
     start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "start"), {})
     tags: dict[str, str] = {name: str(start[name]) for name in TAGS if name in start}
-    tags |= {f"version.{name}": str(version) for name, version in (start.get("versions") or {}).items()}
+    versions = start.get("versions")
+    tags |= {f"version.{name}": str(value) for name, value in versions.items()} if isinstance(versions, dict) else {}
     return TrackedRun(
         id=str(identity["id"]), path=path, name=path.resolve().name, parameters=flatten_settings(config), tags=tags
     )
@@ -98,6 +113,12 @@ def to_row(event: Mapping[str, Any]) -> Row:
     values = {
         f"{kind}/{name}": float(value)
         for name, value in event.items()
-        if name not in NOT_METRICS and type(value) in (int, float)
+        if name not in NOT_METRICS and type(value) in (int, float) and abs(value) < MAX_VALUE
     }
-    return Row(event["step"], float(event.get("time", 0.0)), values)
+    return Row(event["step"], read_time(event), values)
+
+
+def read_time(event: Mapping[str, Any]) -> float:
+    """Return seconds since 1970; 0 if unknown."""
+    time = event.get("time")
+    return float(time) if isinstance(time, int | float) and 0 <= time <= MAX_TIME else 0.0

@@ -17,44 +17,63 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.processes import MEANT_FOR_RANK, PACKAGES
+from ringtrain.tracking.base import DEFAULTS, describe_failure
 from ringtrain.tracking.feed import Feed
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 LAST_SECONDS = 10.0  # for the last events and files, when the run has ended
-# MLflow tries for minutes by default.
-DEFAULTS = {
-    "MLFLOW_LOGGING_LEVEL": "ERROR", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "WANDB_SILENT": "true",
-}  # fmt: skip
+SEND_SECONDS = 120  # of a tracker's call
 
 
 @contextlib.contextmanager
 def following(path: Path, trackers: Sequence[str], warn: Callable[[str], None]) -> Iterator[None]:
     """Follow a run of this process until it has logged its end."""
-    code = f"import sys; sys.path.append({PACKAGES!r}); from {__name__} import main; main(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(path), repr(time.time())]
-    processes = {
-        name: subprocess.Popen(
-            [*command, name], env=DEFAULTS | os.environ, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-        )
-        for name in trackers
-    }
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    for name in trackers:
+        try:
+            processes[name] = start(path, name)
+        except OSError as error:
+            warn(f"{name} gets nothing: its process cannot be started: {error.strerror}")
     try:
         yield
     finally:
         end = time.monotonic() + LAST_SECONDS
         for process in processes.values():
-            process.stdin.close()  # type: ignore[union-attr]
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.write(b"\n")  # its end alone may not come: forked processes keep the pipe open
+                process.stdin.close()
         for name, process in processes.items():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-            if process.wait():
+            if finish(process, end) != 0:
                 warn(f"{name} did not take all. The next start sends the rest, or: {describe_way_on(path, name)}")
+
+
+def start(path: Path, name: str) -> subprocess.Popen[bytes]:
+    code = f"import sys; sys.path.append({PACKAGES!r}); from {__name__} import main; main(*sys.argv[1:])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(path), repr(time.time()), name],
+        env=DEFAULTS | os.environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[bytes], end: float) -> int | None:
+    """Return the exit code; None: it does not end, even by SIGKILL."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(max(0.0, end - time.monotonic()))
+    end_session(process.pid)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(1.0)
+    return None
+
+
+def end_session(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def describe_way_on(path: Path, name: str) -> str:
@@ -62,25 +81,29 @@ def describe_way_on(path: Path, name: str) -> str:
 
 
 def main(path: str, begun: str, name: str) -> None:
-    """Exit with 1 if something was not sent."""
+    """Exit with 1 if something was not sent. What packages print is dropped: it may hold secrets."""
     for number in MEANT_FOR_RANK:
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)
+    messages = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     is_over = threading.Event()
     threading.Thread(target=wait_for_end, args=(os.getppid(), is_over), daemon=True).start()
     feed: Feed | None = None
     pause, has_warned = PAUSE_SECONDS, False
     while True:
         is_last = is_over.is_set()
+        signal.alarm(SEND_SECONDS)  # ends this process, even while a call holds Python's lock
         try:
             feed = feed or Feed(Path(path), name, begun=float(begun))
             feed.send(ends=is_last)
             pause, has_warned, is_sent = PAUSE_SECONDS, False, True
         except Exception as error:
             if not has_warned:
-                why = escape(f"{name} cannot be reached: {describe_defect(error)}")
-                print(f"ringtrain: warning: {why} Training goes on.", file=sys.stderr, flush=True)
+                text = escape(f"{name} takes nothing: {describe_failure(error)} Training goes on.")
+                os.write(messages, f"ringtrain: warning: {text}\n".encode())
             pause, has_warned, is_sent = min(2 * pause, LONGEST_PAUSE_SECONDS), True, False
+        signal.alarm(0)
         if is_last:
             sys.exit(not is_sent)
         is_over.wait(pause)
@@ -95,4 +118,4 @@ def wait_for_end(parent: int, is_over: threading.Event) -> None:
         pass
     is_over.set()
     time.sleep(LAST_SECONDS)
-    os._exit(1)
+    end_session(os.getpid())

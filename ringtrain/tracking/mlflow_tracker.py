@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from mlflow.entities import Metric, Param, RunTag
 
 from ringtrain.tracking.base import PROJECT, Row, TrackedRun
 
+NOT_ALLOWED = re.compile(r"[^\w .:/-]")  # in the name of a metric
 ID_TAG = "ringtrain.run"
 MAX_METRICS, MAX_PARAMETERS = 1000, 100  # of log_batch
 STATUSES = {"completed": "FINISHED", "preempted": "SCHEDULED"}  # others: FAILED
@@ -37,7 +39,9 @@ class MlflowTracker:
 
     def log(self, rows: Sequence[Row]) -> None:
         metrics = [
-            Metric(name, value, int(1000 * row.time), row.step) for row in rows for name, value in row.values.items()
+            Metric(NOT_ALLOWED.sub("_", name), value, int(1000 * row.time), row.step)
+            for row in rows
+            for name, value in row.values.items()
         ]
         for begin in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[begin : begin + MAX_METRICS])

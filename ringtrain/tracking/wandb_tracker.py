@@ -9,6 +9,7 @@ from typing import Any
 
 import wandb
 
+from ringtrain.files.bounded import make_directory
 from ringtrain.tracking.base import PROJECT, Row, TrackedRun
 
 
@@ -17,6 +18,7 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> None:
+        make_directory(run.path / "wandb")  # a link would be followed
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         self._run = wandb.init(
             project=project,

@@ -11,6 +11,7 @@ process delays them (tests/world/delay.py). It needs root, and writes results/ne
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -95,8 +96,8 @@ def main() -> None:
         "load_before": read_load(),
     }
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # to end the ranks
-    networks = {delay: Network(arguments.nodes, delay_sec=delay / 1000) for delay in DELAYS_MS}
-    try:
+    with contextlib.ExitStack() as stack:
+        networks = {delay: stack.enter_context(Network(arguments.nodes, delay_sec=delay / 1000)) for delay in DELAYS_MS}
         rates = [float(word) for word in arguments.gbit.split(",")]
         links = [Link(gbit, delay) for delay in DELAYS_MS for gbit in rates] + [Link(rates[0], 0.0, LOSS_PERCENT)]
         rows = [
@@ -115,9 +116,6 @@ def main() -> None:
                 print(f"{row.model}, {row.link}, {row.contender}: {1000 * seconds:.1f} ms", flush=True)
                 result |= {"load_after": read_load(), "rows": [asdict(each) for each in rows]}
                 arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    finally:
-        for network in networks.values():
-            network.close()
     check_losses(rows)
     print("\n".join(make_table(rows)))
 

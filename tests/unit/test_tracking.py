@@ -12,7 +12,7 @@ import pytest
 from ringtrain.cli import main
 from ringtrain.config import trackers_of
 from ringtrain.errors import UsageError
-from ringtrain.tracking.base import Row, TrackedRun
+from ringtrain.tracking.base import Row, TrackedRun, describe_failure
 from ringtrain.tracking.feed import Feed
 
 
@@ -139,3 +139,37 @@ def test_a_missing_package_is_named(run: Path, capsys: pytest.CaptureFixture[str
     assert "tracker is 'mlflow', which is not installed. Install it: pip install 'ringtrain[mlflow]'" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("name", ["report.html", "export"])
+def test_links_are_not_sent(name: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/model.keras").write_text("secret")
+    (run / name).symlink_to(tmp_path / ("elsewhere" if name == "export" else "elsewhere/model.keras"))
+    write(run, {"event": "end", "status": "failed", "exit_code": 1})
+    tracker = Memory()
+    Feed(run, "memory", tracker=tracker).send()
+    assert [files for *_, files in tracker.ends] == [["config.yaml"]]
+
+
+def test_values_that_are_no_numbers_are_left_out(run: Path) -> None:
+    write(run, train(30, loss=10**400, lr=0.5) | {"time": "yesterday"}, {"event": "start", "versions": ["keras"]})
+    tracker = Memory()
+    Feed(run, "memory", tracker=tracker).send()
+    assert tracker.rows[-1] == Row(30, 0.0, {"train/lr": 0.5})
+
+
+def test_failures_are_described_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123abcd")
+    error = ConnectionError("https://ann:pass@tracker/api refuses 0123abcd")
+    assert describe_failure(error) == "ConnectionError: https://***@tracker/api refuses ***"
+
+
+@pytest.mark.parametrize("words", [["no-such-run", "--to", "mlflow"], ["RUN", "--to", "none"]])
+def test_what_cannot_be_sent_is_refused(
+    words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ringtrain.commands.track.require_installed", lambda names: None)
+    assert main(["track", *(str(run) if word == "RUN" else word for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert "is no run directory" in said or "to is 'none'; it must be mlflow or wandb." in said

@@ -23,6 +23,7 @@ IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 CLONE_NEWNET = 0x40000000
 HEADER_BYTES, MAX_BYTES = 10, 2**17
+PACKETS = 16  # that are read before others are delivered
 
 
 def open_tap(pid: str, name: str) -> int:
@@ -42,7 +43,7 @@ def carry(seconds: float, taps: tuple[int, int]) -> None:
         timeout = max(0.0, on_the_way[0][0] - time.monotonic()) if on_the_way else None
         for tap in select.select(taps, [], [], timeout)[0]:
             with contextlib.suppress(BlockingIOError):
-                while True:
+                for _ in range(PACKETS):
                     packet = os.read(tap, MAX_BYTES)
                     on_the_way.append((time.monotonic() + seconds, taps[tap == taps[0]], packet))
         while on_the_way and on_the_way[0][0] <= time.monotonic():

@@ -79,7 +79,6 @@ def opened_together(
     from ringtrain.training.session import RunSession
 
     opened: list[OpenedRun] = []
-
     trackers = trackers_of(config.tracker)
 
     def open_on_rank0() -> dict[str, Any]:
@@ -97,8 +96,8 @@ def opened_together(
         write_end=functools.partial(write_end_at_hang, run, start),
         warn=functools.partial(write_warning, run, console) if run else None,
     )
-    is_tracked = bool(run and trackers and not start.is_complete)
-    followed = following(run.path, trackers, console.line) if run and is_tracked else contextlib.nullcontext()
+    to_follow = [] if start.is_complete else trackers
+    followed = following(run.path, to_follow, console.line) if run else contextlib.nullcontext()
     with followed, recording_end(run, start.is_complete, requests, collective.world, console):
         session = RunSession(
             config,

@@ -257,6 +257,34 @@ def ratio(rounds: Sequence[dict[str, Any]], name: str, other: str) -> Spread:
     return describe_spread(paired_ratios(*seconds))
 
 
+def test_the_page_shows_the_table_of_networks() -> None:
+    lines: dict[str, list[str]] = {}
+    for row in json.loads((ROOT / "results/network.json").read_text())["rows"]:
+        milliseconds = f"{1000 * statistics.median(row['sec_per_batch']):.0f}"
+        lines.setdefault(f"{row['model']} {row['link']}", []).append(milliseconds)
+    page = (ROOT / "docs/speed.md").read_text()
+    for line, values in lines.items():
+        assert f"| {' | '.join(values)} |" in page, line
+
+
+def test_the_page_shows_how_control_messages_grow() -> None:
+    result = json.loads((ROOT / "results/scale.json").read_text())
+    page = " ".join((ROOT / "docs/scaling.md").read_text().split())
+    for row, words in (
+        (result["rows"][0], "with 2 ranks and"),
+        (result["rows"][-1], f"with {result['rows'][-1]['ranks']}"),
+    ):
+        assert f"{row['CPU seconds of a rank']:.1f} s" in page
+        assert f"{row['control bytes that a rank receives'] / 1000:.2g} kB {words}" in page
+    fit, last = result["fits"]["control bytes that a rank receives"], result["light"][-1]
+    assert f"{fit['1024'] / 1e6:.1f} MB (± {fit['plus_minus'] / 1e6:.1f}) with 1,024" in page
+    second = "a second to rank 0's watchdog"
+    assert f"watchdogs of {last['ranks']} processes" in page
+    share = last["share of a core for rank 0's watchdog"]
+    assert f"{100 * share:.0f} % of a core" in page
+    assert f"({last[f'bytes {second}'] / 1000:.0f} kB) a second" in page
+
+
 def test_the_benchmark_page_equals_its_command_s_output() -> None:
     assert (ROOT / "results/README.md").read_text() == make_page(read_results(ROOT / "results"))
 

@@ -14,6 +14,7 @@ from ringtrain.config import trackers_of
 from ringtrain.errors import UsageError
 from ringtrain.tracking.base import Row, TrackedRun, describe_failure
 from ringtrain.tracking.feed import Feed
+from ringtrain.tracking.follower import following
 
 
 class Memory:
@@ -173,3 +174,14 @@ def test_what_cannot_be_sent_is_refused(
     assert main(["track", *(str(run) if word == "RUN" else word for word in words)]) == 2
     said = capsys.readouterr().err
     assert "is no run directory" in said or "to is 'none'; it must be mlflow or wandb." in said
+
+
+def test_a_tracker_that_does_not_work_costs_a_warning(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its package is missing in the process that follows."""
+    warnings: list[str] = []
+    with following(run, ["mlflow"], warnings.append):
+        pass
+    assert warnings == [
+        f"mlflow did not take all. The next start sends the rest, or: python -m ringtrain track {run} --to mlflow"
+    ]
+    assert "mlflow takes nothing: ModuleNotFoundError: No module named 'mlflow'" in capfd.readouterr().err

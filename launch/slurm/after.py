@@ -253,7 +253,7 @@ def follow_up(
             f"script. Make one with: {PROGRAM} slurm render"
         )
     directory = Path(told)
-    ended = look(job, directory, status=status, max_requeues=max_requeues, max_restarts=max_restarts)
+    ended = look(directory, status=status, max_requeues=max_requeues, max_restarts=max_restarts)
     if len(lost_nodes) < spare_nodes and may_have_lost_node(ended):
         lost = wait_for_lost_nodes(lost_nodes)
         ended = replace(ended, lost_nodes=lost if len(lost) <= spare_nodes else ())
@@ -308,7 +308,7 @@ def write_failures(directory: Path, failures: int) -> None:
                 file.write(str(failures).encode())
 
 
-def look(job: str, told: Path, *, status: int, max_requeues: int, max_restarts: int) -> Ended:
+def look(told: Path, *, status: int, max_requeues: int, max_restarts: int) -> Ended:
     from ringtrain.run.store import list_steps
 
     run = read_run(told)
@@ -317,7 +317,7 @@ def look(job: str, told: Path, *, status: int, max_requeues: int, max_restarts: 
         end=read_end(told),
         run=run,
         newest_step=max(list_steps(run.path / "checkpoints"), default=None) if run else None,
-        state=ask_state(job),
+        state=ask_state(),
         failed_rank=find_failed_rank(read_output()) if status else None,
         restarts=count_restarts(os.environ),
         max_requeues=max_requeues,
@@ -327,8 +327,14 @@ def look(job: str, told: Path, *, status: int, max_requeues: int, max_restarts: 
     )
 
 
-def ask_state(job: str) -> JobState | None:
-    return read_state(describe_job(job), restarts=count_requeues())
+def ask_state() -> JobState | None:
+    return read_state(describe_job(name_job()), restarts=count_requeues())
+
+
+def name_job() -> str:
+    """As scontrol takes it: the number of one run of an array may mean the whole array."""
+    job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{job}_{task}" if job and task else os.environ["SLURM_JOB_ID"]
 
 
 def count_requeues() -> int:
@@ -355,15 +361,17 @@ def start_again(job: str, script: Path, ended: Ended, *, told: Path) -> None:
     failures = ended.failures_since_checkpoint
     next_start = told.with_name(f"{job}-{count_requeues() + 1}")
     write_failures(next_start, failures)  # first: the requeue ends this program
-    refusal = requeue(job)
+    refusal = requeue(name_job())
     if refusal is None:
         return
-    if ask_state(job):
+    if ask_state():
         return  # requeued, but the answer was lost: a second job would train the same run
     forget(next_start)
     print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script again.")
     environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(ended.restarts + 1)}
-    answer = submit(f"--dependency=afterany:{job}", str(script), environ=environ)
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    array = [f"--array={task}"] if task else []
+    answer = submit(f"--dependency=afterany:{name_job()}", *array, str(script), environ=environ)
     if answer.is_good:
         write_failures(told.with_name(f"{answer.text}-0"), failures)
         print_line(

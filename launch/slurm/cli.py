@@ -22,6 +22,8 @@ from ringtrain.runtime.stdio import has_lost_stdout
 from .. import PROGRAM
 from ..arguments import Parser, find_command, is_script, require_script, run_command
 from ..lines import print_line
+from .array import read_members
+from .controller import find_max_array_size
 from .controller import submit as submit_script
 from .job import JobRequest, read_flag
 
@@ -32,6 +34,7 @@ usage: {PROGRAM} slurm COMMAND [OPTIONS] -- FLAGS
 commands:
   render   print a batch script for sbatch, or write it with --to
   submit   the same script, given to sbatch
+  status   show runs: state, step, loss, time left, last error
   after    what the last line of such a script calls
 
 examples:
@@ -39,6 +42,8 @@ examples:
       --time 12:00:00 -- --workload inception --data_dir images
   {PROGRAM} slurm submit --nodes 1 --ranks_per_node 16 \\
       --time 2:00:00 --venv .venv -- --workload digits
+  {PROGRAM} slurm submit --nodes 1 --gpus_per_node 4 \\
+      --array "optimizer.lr=0.1,0.01 seed=1..5" --array_limit 4
 
 Each command's options: {PROGRAM} slurm COMMAND --help
 """
@@ -75,7 +80,8 @@ def render(arguments: Sequence[str]) -> int:
 def submit(arguments: Sequence[str]) -> int:
     from .script import render as render_script
 
-    request = read_request(*create_request_parser("submit", f"Submit a batch script to Slurm. {WHAT}").parse(arguments))
+    options, flags = create_request_parser("submit", f"Submit a batch script to Slurm. {WHAT}").parse(arguments)
+    request = read_request(options, flags, max_members=options.array and find_max_array_size())
     refuse_directory(request, Path.cwd())
     if shutil.which("sbatch") is None:
         raise UsageError(
@@ -119,6 +125,22 @@ def after(arguments: Sequence[str]) -> int:
     return follow_up(**vars(options))
 
 
+def status(arguments: Sequence[str]) -> int:
+    with explaining_import("launch slurm status"):
+        from .status import show
+
+    parser = Parser(
+        f"{PROGRAM} slurm status",
+        usage="%(prog)s [DIR]",
+        description="Show the runs in a directory and their jobs: state, step, loss, time left,\n"
+        "last error. On a terminal it goes on until Ctrl-C.",
+        epilog=f"example:\n  {PROGRAM} slurm status runs",
+    )
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)")
+    options, _ = parser.parse(arguments)
+    return show(options.directory)
+
+
 def create_request_parser(command: str, description: str) -> Parser:
     default = JobRequest.__dataclass_fields__
     parser = Parser(
@@ -140,7 +162,12 @@ def create_request_parser(command: str, description: str) -> Parser:
     add("--mem", help="memory of each node, such as 64G (default: the partition's)")
     add("--job_name", help=f"(default: {default['job_name'].default})")
     # % escaped for argparse
-    add("--output", help="file of all that the job prints (default: %%x-%%j.out, its name and number)")
+    add(
+        "--output",
+        help="file of all that the job prints (default: %%x-%%j.out, its name and number; %%x-%%A_%%a.out of an array)",
+    )
+    add("--array", metavar="FILE|SETTINGS", help="a run for each combination of settings, or of each line of a file")
+    add("--array_limit", type=int, metavar="N", help="runs of the array at a time (default: as many as fit)")
     add("--mpi", default="auto", help="pmix, pmi2, horovodrun, or auto: the best of srun --mpi=list (default: auto)")
     add("--signal_seconds", type=int, metavar="N", help="seconds before the time limit to save and stop (default: 120)")
     add(
@@ -156,11 +183,16 @@ def create_request_parser(command: str, description: str) -> Parser:
     return parser
 
 
-def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
+def read_request(options: Namespace, flags: Sequence[str], *, max_members: int | None = None) -> JobRequest:
     check_flags(flags)
     values = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("to", "no_requeue", "module", "env", "mpi"):
+    for name in ("to", "no_requeue", "module", "env", "mpi", "array"):
         values.pop(name, None)
+    if options.array is not None:
+        values = {"output": "%x-%A_%a.out"} | values
+        values["members"] = check_members(options.array, flags, max_members)
+    elif options.array_limit is not None:
+        raise UsageError("array_limit is given without array. Give --array too, or leave --array_limit out.")
     return JobRequest(
         **values,
         mpi=find_mpi(print_line) if options.mpi == "auto" else options.mpi,
@@ -171,7 +203,7 @@ def read_request(options: Namespace, flags: Sequence[str]) -> JobRequest:
     )
 
 
-def check_flags(flags: Sequence[str]) -> None:
+def check_flags(flags: Sequence[str], *, what: str = "what follows -- is for ringtrain, and wrong") -> None:
     from ringtrain.cli import COMMANDS as RINGTRAIN_COMMANDS  # so that help needs no parser
     from ringtrain.commands.parser import parse_arguments
     from ringtrain.commands.preparing import check_settings
@@ -196,7 +228,20 @@ def check_flags(flags: Sequence[str]) -> None:
         check_settings(explicit)
     except UsageError as error:
         message = str(error).removesuffix("See --help.").strip()
-        raise UsageError(f"what follows -- is for ringtrain, and wrong: {message} See {TRAIN_HELP}.") from None
+        raise UsageError(f"{what}: {message} See {TRAIN_HELP}.") from None
+
+
+def check_members(array: str, flags: Sequence[str], limit: int | None) -> tuple[tuple[str, ...], ...]:
+    if flags and flags[0] != "train" and not flags[0].startswith("-"):
+        raise UsageError(f"array is for runs of workloads, and what follows -- begins with {flags[0]!r}. Leave it out.")
+    members = read_members(array, flags)
+    if limit is not None and len(members) > limit:
+        raise UsageError(
+            f"array has {len(members):,} runs, and this site's MaxArraySize is {limit:,}. Submit it in parts."
+        )
+    for member in members:
+        check_flags([*flags, *member.flags], what=f"the run '{member}' of the array cannot start")
+    return tuple(member.flags for member in members)
 
 
 def read_variable(text: str) -> tuple[str, str]:
@@ -207,15 +252,19 @@ def read_variable(text: str) -> tuple[str, str]:
 
 
 def advise(request: JobRequest, number: str) -> list[str]:
-    names = {"%x": request.job_name, "%j": number, "%%": "%"}
-    output = shlex.quote(re.sub("%[xj%]", lambda sign: names[sign[0]], request.output))
-    run = None if is_script(request.flags) else read_flag(request.flags, "out")
+    names = {"%x": request.job_name, "%j": number, "%A": number, "%a": "*", "%%": "%"}
+    output = re.sub("%[xjAa%]", lambda sign: names[sign[0]], request.output)
+    output = output if request.members else shlex.quote(output)
+    run = None if request.members or is_script(request.flags) else read_flag(request.flags, "out")
     stop = shlex.quote(str(Path(run, "stop"))) if run else "RUN/stop, where RUN is its run directory"
     # Under horovodrun the ranks belong to no Slurm step: signal the script.
     signal = f"scancel {'--batch ' if request.mpi == 'horovodrun' else ''}--signal=USR1 {number}"
     again = [f"  save and start again:  {signal}"] if request.can_requeue else []
+    look = f"{PROGRAM} slurm status {shlex.quote(read_flag(request.flags, 'out') or 'runs')}"
+    members = [f"  look at its runs:      {look}"] if request.members else []
     return [
         f"job {number} is submitted; it writes into {output}",
+        *members,
         f"  follow it:             tail -F {output}",
         f"  save and stop it:      touch {stop}",
         *again,
@@ -223,4 +272,4 @@ def advise(request: JobRequest, number: str) -> list[str]:
     ]
 
 
-COMMANDS = {"render": render, "submit": submit, "after": after}
+COMMANDS = {"render": render, "submit": submit, "status": status, "after": after}

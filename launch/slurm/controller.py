@@ -31,6 +31,11 @@ def requeue(job: str) -> str | None:
     return None if answer.is_good else answer.text
 
 
+def find_max_array_size() -> int | None:
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]).text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
 def find_lost_nodes(nodes: str) -> list[str]:
     """Return those of ``nodes``, such as ``n[1-4]``, that Slurm has lost."""
     answer = ask(["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail,no_respond", "--format=%N"])

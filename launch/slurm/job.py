@@ -49,6 +49,8 @@ class JobRequest:
     env: tuple[tuple[str, str], ...] = ()
     python: str = "python"
     flags: tuple[str, ...] = ()  # or a script and its arguments
+    members: tuple[tuple[str, ...], ...] = ()  # further flags of each member of a job array
+    array_limit: int | None = None  # members that run at a time
 
     def __post_init__(self) -> None:
         self._check_shape()
@@ -56,11 +58,8 @@ class JobRequest:
         self._check_words()
         self._check_time()
         self._check_environment()
-        if (
-            (self.can_requeue or self.spare_nodes)
-            and not is_script(self.flags)
-            and read_flag(self.flags, "resume") == "never"
-        ):
+        starts_again = (self.can_requeue or self.spare_nodes) and not is_script(self.flags)
+        if starts_again and any(read_flag([*self.flags, *more], "resume") == "never" for more in self.members or [()]):
             raise UsageError(
                 "resume is 'never', with which each start of a requeued job would train a new run from the beginning. "
                 "Leave --resume out (the run resumes from its directory), or give --no_requeue and no --spare_nodes."
@@ -92,6 +91,7 @@ class JobRequest:
             ("signal_seconds", self.signal_seconds, 1),
             ("max_restarts", self.max_restarts, 0),
             ("max_requeues", self.max_requeues, 0),
+            ("array_limit", 1 if self.array_limit is None else self.array_limit, 1),
         ):
             if value < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least}.")

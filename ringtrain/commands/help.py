@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -71,6 +72,7 @@ class Option(NamedTuple):
     is_word: bool
 
 
+@functools.cache
 def find_options(command: type, group: str = "") -> dict[str, Option]:
     """Nested dataclasses are groups, with a prefix in the names."""
     hints, found = get_type_hints(command), dict[str, Option]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -97,7 +98,7 @@ def as_declared(name: str, value: Any, default: Any) -> Any:
 
 def check_types(settings: Any, prefix: str = "") -> None:
     """Call it for values that no parser has checked, such as a workload's defaults."""
-    for name, hint in get_type_hints(type(settings)).items():
+    for name, hint in _read_hints(type(settings)).items():  # type: ignore[arg-type]
         value, (kind, may_be_none) = getattr(settings, name), kind_of(hint)
         if getattr(value, "shape", None) == () and hasattr(value, "item"):  # NumPy scalar
             value = value.item()
@@ -109,6 +110,11 @@ def check_types(settings: Any, prefix: str = "") -> None:
             raise UsageError(f"{prefix}{name} is {shorten(repr(value))}; it must be {rule_of(hint)}.")
         if get_origin(hint) is Literal:
             one_of(f"{prefix}{name}", str(value), get_args(hint))
+
+
+@functools.cache
+def _read_hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)  # it takes milliseconds
 
 
 def rule_of(hint: Any) -> str:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
@@ -30,6 +30,11 @@ EXPIRY_SECONDS = 45.0  # without a heartbeat; a local dead process is detected a
 RESTART_VARIABLE = "SLURM_RESTART_COUNT"
 NUMBER = re.compile(r"\d{6,9}", re.ASCII)  # names of leases; other files are ignored
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+
+
+class Holder(NamedTuple):
+    job: str | None  # of a batch system
+    is_alive: bool
 
 
 class LeaseLostError(RingtrainError):
@@ -108,6 +113,20 @@ def acquire_lease(run: Path, *, environ: Mapping[str, str]) -> Lease:
         f"the run directory {str(run)!r} is wanted by too many runs at once, or something else wrote into "
         f"{str(directory)!r}. Give each run its own --out; if none is running, remove that directory."
     )
+
+
+def read_holder(run: Path) -> Holder | None:
+    """Read, without waiting, who writes a run, or did so last. Raise OSError if that cannot be read."""
+    directory = run / LEASE_DIRECTORY
+    number = _newest_number(directory) if directory.is_dir() else 0
+    file = directory / _file_name(number)
+    holder = read_small(file)
+    if not number or not holder:
+        return None
+    is_alive = _is_alive_here(holder)
+    if is_alive is None:
+        is_alive = time.time() - _modified(file) < EXPIRY_SECONDS
+    return Holder(holder.get("job"), is_alive and not holder.get("released"))
 
 
 def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:

@@ -11,14 +11,17 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
     ON_ONE_NODE,
     ON_TWO_NODES,
+    START_SECONDS,
     STEP_SECONDS,
+    STEPS,
     RunJob,
     assert_ended_as_if_undisturbed,
+    launch_slurm,
     send,
     submit,
     submit_by_hand,
 )
-from tests.world.running import events, last_step
+from tests.world.running import digest, events, final_checkpoint, last_step
 
 
 def test_a_run_on_two_nodes_trains_to_its_end(undisturbed: RunJob) -> None:
@@ -98,3 +101,31 @@ def test_horovodrun_s_script_does_the_same_on_a_node_without_ssh(
     assert_ended_as_if_undisturbed(job, undisturbed, restarts=1)
     assert "2 ranks, started by mpirun" in job.output
     assert job.output.startswith(f"launch: job {job.number}, restart 0"), "what the first start said is gone"
+
+
+@pytest.mark.slow
+def test_the_runs_of_an_array_start_again_one_by_one(cluster: Cluster, tmp_path: Path) -> None:
+    """Two runs at a time of three; the first is told to save while the second trains."""
+    options = (*ON_ONE_NODE, "--array", "seed=1..3", "--array_limit", "2", "--env", f"{STEP_SECONDS}=0.1")
+    too_many = launch_slurm(cluster, "submit", *ON_ONE_NODE, "--array", "seed=1..9999", cwd=tmp_path)
+    assert (too_many.rc, "MaxArraySize is 1,001" in too_many.stderr) == (2, True), too_many.stderr
+    job = submit(cluster, tmp_path / "runs", *options)
+    first, second, third = [tmp_path / "runs" / f"seed={seed}" for seed in (1, 2, 3)]
+    cluster.wait_for("both train", lambda: min(map(last_step, (first, second))) >= 6, job.number, timeout=START_SECONDS)
+    shown = launch_slurm(cluster, "status", "runs", cwd=tmp_path).stdout
+    assert re.search(rf"^seed=1 +running +{job.number}_0 running +\d+ of 48 ", shown, re.MULTILINE), shown
+    assert re.search(rf"{job.number}_2 pending \(JobArrayTaskLimit\)", shown), shown
+    assert not third.exists(), "more run than --array_limit"
+    cluster.ask("scancel", "--signal=USR1", f"{job.number}_0")
+    job.wait_for_end()
+    cluster.wait_for(
+        "all end", lambda: all(map(is_complete, (first, second, third))), job.number, timeout=START_SECONDS
+    )
+    assert [len(events(out, "start")) for out in (first, second, third)] == [2, 1, 1], "another run was requeued"
+    assert len({digest(final_checkpoint(out, STEPS)) for out in (first, second, third)}) == 3, "they share a seed"
+    shown = launch_slurm(cluster, "status", "runs", cwd=tmp_path).stdout
+    assert len(re.findall(r"^seed=\d +completed +48 of 48 ", shown, re.MULTILINE)) == 3, shown
+
+
+def is_complete(out: Path) -> bool:
+    return [event["exit_code"] for event in events(out, "end")][-1:] == [0]

@@ -10,7 +10,7 @@ import pytest
 
 from launch.cli import main
 
-COMMANDS = [[], ["local"], ["slurm"], ["slurm", "render"], ["slurm", "submit"]]
+COMMANDS = [[], ["local"], ["slurm"], ["slurm", "render"], ["slurm", "submit"], ["slurm", "status"]]
 
 
 def exit_code_of(arguments: list[str]) -> object:

@@ -325,6 +325,15 @@ def test_a_refused_requeue_resubmits_and_counts_restarts(site: Site) -> None:
     assert slurm == ["RINGTRAIN_LAUNCH_RESTARTS=6", "SLURM_CONF=/etc/slurm.conf"]
 
 
+@pytest.mark.parametrize("refusal", ["", "echo disabled >&2; exit 1"])
+def test_one_run_of_an_array_starts_again_alone(refusal: str, site: Site) -> None:
+    set_scontrol(site, refusal)
+    assert follow_up(site, SIGNAL, {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"})[0] == 75
+    assert site.calls("scontrol")[:2] == [[b"show", b"job", b"5_2"], [b"requeue", b"5_2"]]
+    again = [[b"--parsable", b"--dependency=afterany:5_2", b"--array=2", b"slurm_script"]]
+    assert site.calls("sbatch") == (again if refusal else [])
+
+
 def test_failures_without_a_new_checkpoint_add_up_over_restarts(site: Site) -> None:
     exit_code, lines = follow_up(site, HANG, newest_step=100, failures=2)
     assert (exit_code, site.calls("scontrol")) == (6, [SHOW, [b"requeue", b"7"]])
@@ -447,6 +456,17 @@ def test_a_refusal_is_taken_at_once(site: Site, monkeypatch: pytest.MonkeyPatch)
     (site.programs / "scontrol").unlink()
     monkeypatch.setenv("PATH", str(site.programs))
     assert "scontrol is not on PATH" in (controller.requeue("7") or "")
+
+
+def test_an_array_larger_than_the_site_allows_is_not_submitted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(site.programs))
+    site.set("scontrol", "echo 'MaxArraySize            = 4'")
+    shape = ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix"]
+    with pytest.raises(UsageError, match="array has 5 runs, and this site's MaxArraySize is 4"):
+        main(["submit", *shape, "--array", "seed=1..5"])
+    assert site.calls("sbatch") == []
+    assert main(["submit", *shape, "--array", "seed=1..4"]) == 0
 
 
 @pytest.mark.parametrize("text", ["12", "12;cluster", "a notice of the site\n12"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from launch.slurm.array import read_members
 from launch.slurm.cli import main
 from launch.slurm.job import JobRequest, read_flag, read_time
 from ringtrain.errors import UsageError
@@ -59,6 +62,20 @@ WRONG = [
     ([*SHAPE, "--", "--epoch", "3"], ["no flag --epoch", "Did you mean --epochs?", "python -m ringtrain train --help"]),
     ([*SHAPE, "--", "--batch_size", "0"], ["batch_size is 0"]),
     ([*SHAPE, "--", "--config", "none.yaml"], ["none.yaml"]),
+    ([*SHAPE, "--array", "seed=1,x"], ["run 'seed=x' of the array", "seed is 'x'", "whole number"]),
+    ([*SHAPE, "--array", "sead=1"], ["run 'sead=1' of the array", "Did you mean --seed?"]),
+    ([*SHAPE, "--array", "seed=1 seed=2"], ["sets seed twice", "after one seed="]),
+    ([*SHAPE, "--array", "seed=3..1"], ["'3..1'", "upwards"]),
+    ([*SHAPE, "--array", "seed=1..999 steps=1..999"], ["998,001 runs", "between 1 and 200,000"]),
+    ([*SHAPE, "--array", "seed=1,1"], ["would share the directory 'runs/digits/seed=1'", "out=DIRECTORY"]),
+    ([*SHAPE, "--array", "out=a seed=1,2"], ["'out=a seed=1' and 'out=a seed=2'"]),
+    ([*SHAPE, "--array", "'seed=1"], ["No closing quotation", "Close"]),
+    ([*SHAPE, "--array", "seed"], ["array is 'seed'", "No such file", "seed=1..5"]),
+    ([*SHAPE, "--array", "seed=1 2"], ["array has '2'", "NAME=VALUE"]),
+    ([*SHAPE, "--array", "seed=1..2", "--array_limit", "0"], ["array_limit is 0"]),
+    ([*SHAPE, "--array_limit", "1"], ["array_limit is given without array"]),
+    ([*SHAPE, "--array", "seed=1", "--", "eval", "runs/a"], ["array is for runs of workloads", "'eval'"]),
+    ([*SHAPE, "--array", "resume=never,auto"], ["resume is 'never'"]),
     ([*SHAPE, "--", "evil", "runs/a"], ["no command of ringtrain's named 'evil'", "Did you mean 'eval'?"]),
 ]
 
@@ -78,6 +95,26 @@ def test_errors_name_the_setting_its_value_and_the_remedy(arguments: list[str], 
 )
 def test_other_commands_and_paths_on_the_nodes_are_accepted(flags: list[str]) -> None:
     assert main(["render", *SHAPE, "--", *flags]) == 0
+
+
+def test_an_array_is_a_grid_or_a_grid_on_each_line_of_a_file(tmp_path: Path) -> None:
+    grid = read_members("optimizer.lr=0.1,0.01 seed=-1..0", ["--workload", "a.py:Mine"])
+    assert [str(member) for member in grid] == [
+        *("optimizer.lr=0.1 seed=-1", "optimizer.lr=0.1 seed=0", "optimizer.lr=0.01 seed=-1"),
+        "optimizer.lr=0.01 seed=0",
+    ]
+    assert grid[0].flags == ("--optimizer.lr=0.1", "--seed=-1", "--out=runs/mine/lr=0.1,seed=-1")
+    file = tmp_path / "settings"
+    file.write_text("seed=1,2 out=a  # twice\n\n'--options={a: [1, 2], b: 3},null'\n'augment=[x, y]' out=c\n")
+    with pytest.raises(UsageError, match="'seed=1 out=a' and 'seed=2 out=a'"):
+        read_members(str(file), [])
+    file.write_text(file.read_text().replace("1,2", "2"))
+    assert [member.settings for member in read_members(str(file), ["--out=d"])] == [
+        (("seed", "2"), ("out", "a")),
+        (("options", "{a: [1, 2], b: 3}"),),
+        (("options", "null"),),
+        (("augment", "[x, y]"), ("out", "c")),
+    ]
 
 
 def test_a_node_has_a_rank_for_each_gpu() -> None:

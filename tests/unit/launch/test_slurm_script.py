@@ -59,6 +59,10 @@ CASES = {
         "--workload",
         "digits",
     ],
+    "array": [
+        *["--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--spare_nodes", "1", "--array_limit", "2"],
+        *["--array", "optimizer.lr=0.1,0.01 seed=1..2 'data_dir=/data/a b'", "--", "--out", "runs/a b"],
+    ],
     "hostile": [
         *["--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--python", "/opt/my python/bin/python3"],
         *["--job_name", "a 'b' \"c\" $(touch name) `touch name` #; é", "--output", "$(touch output) '%x'.out"],

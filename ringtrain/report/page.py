@@ -17,6 +17,7 @@ from ringtrain.messages.defects import explaining_import
 from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
 from ringtrain.report.forecasts import ForecastRows, compare
+from ringtrain.report.ranking import MOST_COMPARED, rank
 from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
@@ -27,7 +28,11 @@ TEMPLATE = Path(__file__).parent / "template"
 
 
 def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -> str:
-    names = name_runs([run.path for run in runs])
+    names, num_runs = name_runs([run.path for run in runs]), len(runs)
+    ranking = None
+    if num_runs > MOST_COMPARED:
+        ranking, runs = rank(runs, names)
+        names = [row["name"] for row in ranking.rows[: len(runs)]]
     drawn = [DrawnRun(name, make_curves(run.events), *find_marks(run)) for name, run in zip(names, runs, strict=True)]
     curves = [run.curves for run in drawn]
     charts = plan_charts(curves)
@@ -52,6 +57,8 @@ def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -
     differing, same = compare_settings([run.settings for run in runs])
     return _template().render(
         runs=tables,
+        num_runs=num_runs,
+        ranking=ranking,
         charts=charts,
         notes=describe_thinning(curves),
         differing=differing,
@@ -118,6 +125,8 @@ def _own_files() -> tuple[str, list[str]]:
     colours = {f"run-{place}": colour for place, colour in enumerate(RUN_COLOURS)}
     colours |= {f"part-{kind}": colour for kind, colour in PART_COLOURS.items()}
     style = (TEMPLATE / "page.css").read_text(encoding="utf-8")
-    style += "".join(f".{name} {{ background: {colour}; fill: {colour}; }}\n" for name, colour in colours.items())
+    style += "".join(
+        f".{name} {{ background: {colour}; fill: {colour}; --of-run: {colour}; }}\n" for name, colour in colours.items()
+    )
     sources = (resources.files("plotly") / "package_data/plotly.min.js", TEMPLATE / "page.js")
     return style, [source.read_text(encoding="utf-8") for source in sources]

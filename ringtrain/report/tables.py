@@ -67,7 +67,7 @@ def list_facts(run: RunRecord) -> list[Fact]:
     last = max(reached, default=0)
     total = start.get("total_steps")
     facts = [Fact("Steps", format_value(last), f"of {format_value(total)}" if total else "")]
-    facts += _best_evaluation(run, evaluations)
+    facts += _best_evaluation(run)
     if training:
         facts.append(Fact("Last training loss", format_value(training[-1].get("loss"))))
         speed = sorted(e["examples_per_sec"] for e in training if type(e.get("examples_per_sec")) in (int, float))
@@ -95,13 +95,17 @@ def list_facts(run: RunRecord) -> list[Fact]:
     return facts
 
 
-def _best_evaluation(run: RunRecord, evaluations: Sequence[Mapping[str, Any]]) -> list[Fact]:
-    metric = str(run.settings.get("best_metric", "loss"))
-    scored = [event for event in evaluations if type(event.get(metric)) in (int, float)]
-    if not scored:
-        return []
+def find_best(run: RunRecord, metric: str) -> dict[str, Any] | None:
+    scored = [event for event in run.of_kind("eval") if type(event.get(metric)) in (int, float)]
     choose = max if run.settings.get("best_direction") == "max" else min
-    best = choose(scored, key=lambda event: event[metric])
+    return choose(scored, key=lambda event: event[metric], default=None)
+
+
+def _best_evaluation(run: RunRecord) -> list[Fact]:
+    metric = str(run.settings.get("best_metric", "loss"))
+    best = find_best(run, metric)
+    if best is None:
+        return []
     title = "Best evaluation loss" if metric == "loss" else f"Best {metric}"
     facts = [Fact(title, format_value(best[metric]), f"at step {format_value(best['step'])}")]
     others = [name for name in best if name not in _NOT_METRICS | {metric} and type(best[name]) in (int, float)]

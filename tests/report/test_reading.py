@@ -20,10 +20,11 @@ from ringtrain.errors import STATUS_WORDS, RingtrainError
 from ringtrain.report.charts import describe_end, find_marks, plan_charts
 from ringtrain.report.figures import DrawnRun, make_figures
 from ringtrain.report.page import make_page
+from ringtrain.report.ranking import rank
 from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord, choose_settings, parse_events, read_run
 from ringtrain.report.series import make_curves, thin
-from ringtrain.report.tables import compare_settings, format_seconds, list_facts
+from ringtrain.report.tables import MISSING, compare_settings, format_seconds, list_facts
 from ringtrain.report.timing import split_time
 from ringtrain.run.directory import FIT_SETTINGS
 from tests.report.made_run import START, eval_event, make_run, timed, train_event, usual_events
@@ -388,3 +389,33 @@ def test_a_package_that_does_not_load_is_named(
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", str(tmp_path / "run")]) == 2
     assert "what report needs cannot be loaded: ModuleNotFoundError: import of jinja2" in capsys.readouterr().err
+
+
+def test_runs_are_sorted_by_their_best_metric_with_the_settings_that_differ(tmp_path: Path) -> None:
+    def made(name: str, accuracy: float | None, lr: float, seed: int) -> Path:
+        evaluations = (
+            [] if accuracy is None else [eval_event(1, accuracy=accuracy / 2), eval_event(2, accuracy=accuracy)]
+        )
+        events = [train_event(1), train_event(2), *evaluations]
+        return make_run(tmp_path / name, events, out=name, seed=seed, optimizer={"name": "sgd", "lr": lr})
+
+    paths = [made("a", 0.5, 0.001, 1), made("b", None, 0.1, 1), made("c", 0.9, 0.01, 2), made("<d>", 0.7, 1.0, 1)]
+    ranking, best = rank([read_run(path) for path in paths], ["a", "b", "c", "<d>"])
+    assert [(row["name"], row["score"]) for row in ranking.rows] == [
+        ("c", "0.9"),
+        ("<d>", "0.7"),
+        ("a", "0.5"),
+        ("b", MISSING),
+    ]
+    assert [run.path.name for run in best] == ["c", "<d>", "a", "b"]
+    assert (ranking.settings, ranking.rows[0]["settings"]) == (["optimizer.lr", "seed"], ["0.01", "2"])
+    assert [axis.title for axis in ranking.axes] == ["optimizer.lr", "seed", "accuracy"]
+    lrs = dict(zip("cdab", [float(line.split()[0].split(",")[1]) for line in ranking.lines], strict=True))
+    steps = [lrs["a"] - lrs["c"], lrs["c"] - lrs["b"], lrs["b"] - lrs["d"]]
+    assert min(steps) > 0
+    assert max(steps) - min(steps) < 0.2, "the axis is not logarithmic"
+    assert "<polyline" not in make_page([read_run(path) for path in paths])
+    page = make_page([read_run(path) for path in 2 * paths])
+    assert page.count("<polyline") == 8
+    assert "<d>" not in page
+    assert "Below, the best 6 are compared." in page

@@ -49,6 +49,7 @@ EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax
 
 # Limits of steps in checkpoint names, TensorFlow's dimensions, NumPy's seeds and the kernel's timeouts.
 MAX_STEPS = 999_999_999
+WEIGHT_FILES = (".weights.h5", ".keras", ".safetensors")
 TRACKERS = ("mlflow", "wandb")
 MAX_SIZE = 2**31 - 1
 MAX_SEED = 2**32 - 1
@@ -213,7 +214,7 @@ class Config:
     """auto: resume from the newest whole checkpoint in the run directory; never: start a new run, elsewhere"""
 
     init_from: Path | None = None
-    """checkpoint, or run directory, whose weights a new run starts from"""
+    """checkpoint, run directory, .weights.h5, .keras or .safetensors whose weights a new run starts from, by name"""
 
     backend: Literal["auto", "native", "horovod", "solo"] = "auto"
     """library of the reductions: auto is solo without a launcher, else Horovod (MPI if it is not installed); on the
@@ -311,11 +312,14 @@ class Config:
             raise UsageError(f"hang_timeout is {self.hang_timeout}; it must be at least 1 second, or 0 for no watch.")
         at_most("hang_timeout", self.hang_timeout, MAX_SECONDS)
         at_least("exit_timeout", self.exit_timeout, 0, MAX_SECONDS)
-        for name, kinds in (("data_dir", ""), ("init_from", "; it must be a checkpoint, or a run directory")):
-            path = getattr(self, name)
-            if path is not None and not os.path.isdir(path):  # Path.is_dir raises if the name is too long
+        of_weights = f"; it must be a checkpoint, a run directory, or a file {', '.join(WEIGHT_FILES)}"
+        for name, endings, kinds in (("data_dir", (), ""), ("init_from", WEIGHT_FILES, of_weights)):
+            value = getattr(self, name)
+            path = str(value)
+            is_there = os.path.isdir(path) or (path.endswith(endings) and os.path.isfile(path))  # Path.is_dir may raise
+            if value is not None and not is_there:
                 rule = f"is no directory that can be read{kinds}. Check the path."
-                raise UsageError(f"{name} {str(path)!r} {rule}", reach="node")
+                raise UsageError(f"{name} {path!r} {rule}", reach="node")
 
 
 def trackers_of(names: str) -> list[str]:

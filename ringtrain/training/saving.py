@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -21,12 +20,11 @@ from ringtrain.data.order import StreamingOrder
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.guard.preflight import package_versions
 from ringtrain.messages.log import LOG
-from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
+from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import RunDirectory
 from ringtrain.run.names import describe_difference
 from ringtrain.run.progress import Progress
-from ringtrain.run.store import find_best, find_checkpoint, step_name, tidy, write_checkpoint
-from ringtrain.run.variables import slots_that_begin_as_weights
+from ringtrain.run.store import find_best, step_name, tidy, write_checkpoint
 from ringtrain.training.job import Job
 
 
@@ -166,34 +164,6 @@ def set_values(
         )
     for name, variable in variables.items():
         variable.assign(values[name])
-
-
-def take_weights(job: Job, source: Path) -> list[str]:
-    """Load weights that match by name and shape, of a run's best checkpoint; return log lines."""
-    path = find_checkpoint(source)
-    saved = read_checkpoint(path).variables
-    weights = {name: v for name, v in job.step.named_variables.items() if name.startswith("weights/")}
-    taken = [name for name, v in weights.items() if name in saved and saved[name].shape == tuple(v.shape)]
-    if not taken:
-        raise UsageError(
-            f"init_from {str(path)!r} has no variable of this model's names and shapes; it holds "
-            f"{', '.join(_short(name) for name in saved if name.startswith('weights/'))}."
-        )
-    for name in taken:
-        weights[name].assign(saved[name])
-    for weight, copy in (*job.step.averages.pairs, *slots_that_begin_as_weights(job.step.optimizer)):
-        copy.assign(weight.value)
-    lines = [f"init_from {path}: {len(taken)} of {len(weights)} variables taken"]
-    for name, variable in weights.items():
-        if name not in taken:
-            other = f"of shape {list(saved[name].shape)} there" if name in saved else "not there"
-            lines.append(f"  new: {_short(name)} {list(variable.shape)}, {other}")
-    unused = [_short(name) for name in saved if name.startswith("weights/") and name not in weights]
-    return [*lines, *([f"  not used: {', '.join(unused)}"] if unused else [])]
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("weights/")
 
 
 def _git_revision() -> str | None:

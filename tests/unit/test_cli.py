@@ -66,6 +66,7 @@ WRONG = [
     (["--config", "a" * 300], ["it cannot be read: File name too long"]),
     (["--workload", "a" * 300 + ".py"], ["but there is no file"]),
     (["--init_from", "a" * 300], ["is no directory that can be read"]),
+    (["--init_from", "missing.keras"], ["init_from 'missing.keras' is no directory", "or a file .weights.h5, .keras"]),
     (["eval", "a" * 300], ["is no run directory"]),
     (["--out", ""], ["out is ''; give it a value, or leave it out"]),
     (["--data_dir="], ["data_dir is ''"]),

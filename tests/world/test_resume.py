@@ -12,7 +12,9 @@ import pytest
 
 from ringtrain.run.checkpoint import digest_of, read_checkpoint
 from ringtrain.run.store import step_name
+from tests.world.conftest import RunRingtrain
 from tests.world.running import (
+    WORKLOAD,
     assert_history_is_whole,
     digest,
     events,
@@ -199,6 +201,17 @@ def test_another_workloads_checkpoint_is_refused(undisturbed: Path, tmp_path: Pa
         assert run.wait() == 2
     assert "its workload is another.py:Model, not" in run.text()
     assert manifest.exists()
+
+
+@pytest.mark.slow
+def test_an_exported_model_gives_a_run_its_first_weights(
+    undisturbed: Path, tmp_path: Path, run_ringtrain: RunRingtrain
+) -> None:
+    exported = tmp_path / "model.keras"
+    arguments = ["export", undisturbed, "--workload", f"{WORKLOAD}:Lasting", "--output", exported]
+    assert run_ringtrain(arguments).rc == 0
+    run = run_to_end(tmp_path / "run", "--init_from", str(exported), "--steps", "1", np=1)
+    assert "4 of 4 variables taken" in run.text()
 
 
 def test_matching_weights_of_another_run_are_loaded(undisturbed: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ CXX_SOURCES = $(wildcard ringtrain/collectives/native/*.cc ringtrain/collectives
 # found no GPU, before it has read TF_CPP_MIN_LOG_LEVEL (since).
 NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory|^[IW]0000 00:00:
 
-.PHONY: help setup setup-tests train test test-all test-gpu test-faults lint docs format lock outdated clean
+.PHONY: help setup setup-tests train test test-all test-gpu test-faults lint docs dist format lock outdated clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ lint: setup ## Check style and types: ruff, clang-format and mypy
 
 docs: ## Build the site of all documents into site/; a link that leads nowhere fails
 	@.ci/docs
+
+dist: setup ## Build the wheel and the source archive into dist/; the same commit and compiler give the same bytes
+	@.ci/dist
 
 format: setup ## Rewrite the source files in the style of ruff and clang-format
 	@$(BIN)/ruff check --fix-only $(SOURCES)

@@ -1,12 +1,13 @@
-"""The wheel, installed where neither the checkout nor its ``launch`` can be imported."""
+"""What `make dist` builds, installed where neither the checkout nor its ``launch`` can be imported."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
 import sys
-import sysconfig
+import tarfile
 import venv
 import zipfile
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import ringtrain
+from tests.world.environments import SITE_PACKAGES, make_environment
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 from tests.world.running import events
 
@@ -69,39 +72,52 @@ if __name__ == "__main__":
 RunInstalled = Callable[..., Finished]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
-    [path] = folder.glob("*.whl")
-    return path
+def build(folder: Path) -> dict[str, Path]:
+    """Return the archives that `make dist` builds, by suffix; without its set-up, which is this environment's."""
+    subprocess.run([".ci/dist", folder], cwd=REPOSITORY, check=True, capture_output=True)
+    return {path.suffix: path for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def programs(wheel: Path) -> Path:
-    """The programs of an environment with the wheel, which finds the packages of this one, but for what is editable."""
-    environment = wheel.parent / "environment"
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(archives: dict[str, Path]) -> Path:
+    return archives[".whl"]
+
+
+def install(archive: Path, environment: Path, packages: Path) -> Path:
+    """Install into a new environment, which finds its dependencies in ``packages``, and return its programs.
+
+    A ``.pth`` file in ``packages``, such as that of the editable installation, has no effect there.
+    """
     venv.create(environment, with_pip=True)
-    [packages] = environment.glob("lib/python*/site-packages")
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    pip = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(pip, check=True)
+    [own] = environment.glob("lib/python*/site-packages")
+    (own / "others.pth").write_text(str(packages))
+    pip = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--no-build-isolation", "--ignore-installed", str(archive)], check=True)
     return environment / "bin"
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(wheel, tmp_path_factory.mktemp("wheel") / "environment", SITE_PACKAGES)
+
+
+def run_in(tmp_path: Path, programs: Path, *command: str) -> Finished:
+    """Run a command, which finds the programs first, in an empty directory, to a good end."""
+    env = clean_environment(PYTHONPATH="", COLUMNS="80")
+    env["PATH"] = os.pathsep.join([str(programs), env["PATH"]])
+    finished = run_command(command, env=env, timeout=120, cwd=tmp_path)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    return finished
 
 
 @pytest.fixture
 def run_installed(programs: Path, tmp_path: Path) -> RunInstalled:
-    """Run a program of the environment in an empty directory, to a good end."""
-    env = clean_environment(PYTHONPATH="", COLUMNS="80")
-    env["PATH"] = os.pathsep.join([str(programs), env["PATH"]])
-
-    def run(*command: str) -> Finished:
-        finished = run_command([str(programs / command[0]), *command[1:]], env=env, timeout=120, cwd=tmp_path)
-        assert finished.rc == 0, finished.stdout + finished.stderr
-        return finished
-
-    return run
+    return lambda name, *arguments: run_in(tmp_path, programs, str(programs / name), *arguments)
 
 
 def test_it_installs_a_single_top_level_package(wheel: Path) -> None:
@@ -111,6 +127,44 @@ def test_it_installs_a_single_top_level_package(wheel: Path) -> None:
     assert "ringtrain/collectives/native/libringtrain.so" in names
     assert {"ringtrain/workloads/digits.npz", "ringtrain/workloads/digits.txt"} <= set(names)
     assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheel.name), "it says which C library it needs"
+
+
+@pytest.mark.slow  # compiles twice
+def test_two_builds_have_the_same_bytes(archives: dict[str, Path], tmp_path: Path) -> None:
+    again = build(tmp_path)
+    commit = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=REPOSITORY, check=True, capture_output=True)
+    with tarfile.open(archives[".gz"]) as members:
+        assert {member.mtime for member in members} == {int(commit.stdout)}
+    assert again.keys() == archives.keys() == {".whl", ".gz"}
+    for suffix, archive in archives.items():
+        assert again[suffix].name == archive.name
+        assert hashlib.sha256(again[suffix].read_bytes()).digest() == hashlib.sha256(archive.read_bytes()).digest()
+
+
+@pytest.mark.slow  # makes an environment for each, and starts as a user does
+@pytest.mark.cold
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("suffix", "without", "communication"),
+    [
+        (".whl", "horovod*", "communication: MPI, sums natively"),
+        (".whl", "", "communication: Horovod over MPI"),
+        (".gz", "horovod*", "communication: MPI, sums natively"),
+    ],
+)
+def test_two_ranks_train_from_an_archive(
+    suffix: str, without: str, communication: str, archives: dict[str, Path], tmp_path: Path
+) -> None:
+    _, packages = make_environment(tmp_path / "others", without=without)
+    programs = install(archives[suffix], tmp_path / "environment", packages)
+    assert "ringtrain" not in {path.name for path in packages.iterdir()}
+    (tmp_path / "empty").mkdir()
+    mpirun = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+    finished = run_in(tmp_path / "empty", programs, *mpirun, "ringtrain", "--steps", "5", "--out", "run")
+    assert communication in finished.stdout
+    [start] = events(tmp_path / "empty/run", "start")
+    assert (start["size"], start["versions"]["ringtrain"]) == (2, ringtrain.__version__)
+    assert [event["exit_code"] for event in events(tmp_path / "empty/run", "end")] == [0]
 
 
 def test_it_trains_a_users_file(run_installed: RunInstalled, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_it_installs_a_single_top_level_package(wheel: Path) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"ringtrain"}
     assert {"ringtrain/py.typed", "ringtrain/launch/rank.py", "ringtrain/launch/templates/srun.sh.j2"} <= set(names)
     assert "ringtrain/collectives/native/libringtrain.so" in names
+    assert not any("containers" in name for name in names), "they need a checkout"
     assert {"ringtrain/workloads/digits.npz", "ringtrain/workloads/digits.txt"} <= set(names)
     assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheel.name), "it says which C library it needs"
 

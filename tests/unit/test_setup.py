@@ -147,6 +147,12 @@ def test_horovods_stated_requirements_are_for_the_locked_version() -> None:
     assert Version(metadata["version"]) == locked_version("horovod", "3.11")
 
 
+def test_the_workflow_runs_the_whole_check_with_pinned_actions() -> None:
+    [job] = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    assert all(re.search(r"@[0-9a-f]{40}$", step["uses"]) for step in job["steps"] if "uses" in step)
+
+
 def test_make_help_names_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, flags=re.MULTILINE))

@@ -27,8 +27,7 @@ GUARANTEES = (ROOT / "docs/guarantees.md").read_text()
 REFERENCE = (ROOT / "docs/reference.md").read_text()
 SPEED = (ROOT / "docs/speed.md").read_text()
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text()
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = [path.read_text() for package in ("ringtrain", "launch") for path in (ROOT / package).rglob("*.py")]
 # A message as it is printed: what is split over lines is joined.
 JOINED = [" ".join(re.sub(r'"\s+f?"', "", source).split()) for source in SOURCES]

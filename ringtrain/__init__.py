@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ringtrain.script import train
     from ringtrain.workloads.base import Histogram, Images, Sources, Workload
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BadSample",

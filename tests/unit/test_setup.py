@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import ringtrain
 from tests.no_silent_skips import parse_allowed_skips
 
 if sys.version_info >= (3, 11):
@@ -145,6 +146,14 @@ def test_the_compiled_horovod_fits_the_installed_tensorflow() -> None:
 def test_horovods_stated_requirements_are_for_the_locked_version() -> None:
     (metadata,) = PYPROJECT["tool"]["uv"]["dependency-metadata"]
     assert Version(metadata["version"]) == locked_version("horovod", "3.11")
+
+
+def test_all_files_name_the_same_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    [(latest, date), *_] = re.findall(r"^## \[([\d.]+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert PROJECT["version"] == ringtrain.__version__ == citation["version"] == latest
+    assert str(citation["date-released"]) == date
+    assert f"version {latest.rpartition('.')[0]}." in (ROOT / "README.md").read_text()
 
 
 def test_the_workflow_runs_the_whole_check_with_pinned_actions() -> None:

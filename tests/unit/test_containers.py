@@ -48,7 +48,7 @@ def copied_by_containerfile() -> dict[str, str]:
 
 def test_both_describe_the_same_image() -> None:
     [base] = [arguments for name, arguments in STEPS if name == "FROM"]
-    assert {"Bootstrap": "docker", "From": base.removeprefix("docker.io/library/")} == HEADER
+    assert {"Bootstrap": "docker", "From": base} == HEADER
     assert dict(line.split() for line in BODIES["files"].strip().splitlines()) == copied_by_containerfile()
     folder, gpu, *commands = [" ".join(line.split()) for line in BODIES["post"].strip().splitlines()]
     assert [folder, gpu] == ["cd /opt/ringtrain || exit", "GPU={{ GPU }}"]

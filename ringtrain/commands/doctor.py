@@ -4,6 +4,7 @@ Under a launcher it also says whether its ranks can work together.
 
     python -m ringtrain doctor
     horovodrun -np 2 python -m ringtrain doctor
+    python -m ringtrain doctor --workload my_workload.py --batch_size auto
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from ringtrain import __version__
 from ringtrain.collectives.timing import time_all_reduce
@@ -27,6 +28,7 @@ from ringtrain.doctor.probes import LOAD_SECONDS, gather_facts
 from ringtrain.doctor.ranks import judge_ranks
 from ringtrain.doctor.table import exit_code, format_table
 from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.messages.rules import at_least
 from ringtrain.runtime.devices import DevicePlan, can_share_gpus, own_gpu, start_tensorflow
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import TimeLimit
@@ -44,14 +46,21 @@ TOGETHER_SECONDS = LOAD_SECONDS + 120.0
 PAYLOAD_BYTES, SHORT_BYTES = 16 * 2**20, 4 * 2**10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    pass
+    batch_size: Literal["none", "auto"] = "none"
+    """auto, with the flags of a training: find the largest batch of a rank that fits into memory, by trying"""
+
+    ranks_per_node: int = 1
+    """for batch_size: ranks that share the memory of this node"""
 
 
 def main(arguments: Sequence[str], world: World) -> int:
     """Return 0 if training would work, else 2."""
-    parse_arguments(Options, arguments, world)
+    own, flags = split(arguments)
+    options = Options(**parse_arguments(Options, own if own and "--help" not in flags else arguments, world))
+    if options.batch_size == "auto":
+        return find_batch_size(options, flags, world)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit silently at Ctrl-C
     keras_backend = os.environ.get("KERAS_BACKEND")
     os.environ["KERAS_BACKEND"] = "tensorflow"  # a wrong backend is reported, and does not stop the checks
@@ -64,6 +73,29 @@ def main(arguments: Sequence[str], world: World) -> int:
         if not can_join(facts):
             leave_alone(world, findings, said)
         return meet(facts, said)
+
+
+def find_batch_size(options: Options, flags: Sequence[str], world: World) -> int:
+    from ringtrain.commands.preparing import Settings, check_settings, refuse_launcher
+    from ringtrain.doctor.batch_size import advise, find_limit
+
+    refuse_launcher("doctor --batch_size auto", world)
+    at_least("ranks_per_node", options.ranks_per_node, 1)
+    config = check_settings(parse_arguments(Settings, flags, world))
+    for line in advise(flags, config, limit=find_limit() // options.ranks_per_node):
+        print(line)
+    return 0
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words for the doctor, and those for a training."""
+    own, rest, names = list[str](), list(arguments), Options.__dataclass_fields__
+    for number in reversed(range(len(rest))):
+        flag, has_value, _ = rest[number].partition("=")
+        if flag.removeprefix("--") in names:
+            end = number + (1 if has_value else 2)
+            own, rest = rest[number:end] + own, rest[:number] + rest[end:]
+    return own, rest
 
 
 def meet(facts: Facts, said: threading.Event) -> int:

@@ -61,5 +61,6 @@ def explain(error: Exception, config: Config) -> str | None:
     remedies = "; ".join([in_smaller_pieces(config), *(["--precision mixed_bfloat16"] if is_gpu else on_host)])
     return (
         f"out of memory {'on the GPU' if is_gpu else 'on the host'} while it {activity.current()[0].words_of_one}, "
-        f"with {size}{f' ({request[0]})' if request else ''}. What helps: {remedies}."
+        f"with {size}{f' ({request[0]})' if request else ''}. What helps: {remedies}. `ringtrain doctor --workload "
+        f"{config.workload} --batch_size auto` finds the largest batch that fits."
     )

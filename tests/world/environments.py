@@ -8,7 +8,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from tests.world.processes import REPOSITORY
+
 SITE_PACKAGES = Path(sysconfig.get_paths()["purelib"])
+INSTALL = 'source .ci/lib.sh; find_uv "$1"; "$UV" pip install --quiet --no-deps --python "$1" --requirements "${@:2}"'
 
 
 def make_environment(directory: Path, *, without: str) -> tuple[Path, Path]:
@@ -23,3 +26,15 @@ def make_environment(directory: Path, *, without: str) -> tuple[Path, Path]:
         if not fnmatch.fnmatch(entry.name, without):
             (packages / entry.name).symlink_to(entry)
     return directory / "bin/python", packages
+
+
+def install(python: Path, lock: str) -> None:
+    """Add a lock's packages to an environment, in a directory after its links.
+
+    uv would write a package that is linked through its link, into the environment of this interpreter.
+    """
+    [packages] = (python.parents[1] / "lib").glob("python3*/site-packages")
+    target = packages.with_name("locked")
+    command = ["bash", "-euc", INSTALL, "install", str(python), lock, "--target", str(target)]
+    subprocess.run(command, check=True, timeout=300, cwd=REPOSITORY)
+    (packages / "locked.pth").write_text(f"{target}\n")

@@ -15,9 +15,8 @@ import pytest
 
 from ringtrain.workloads import BUILT_IN
 from tests.report.made_run import make_run
-from tests.world.environments import make_environment
+from tests.world.environments import install, make_environment
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
-from tests.world.test_without_horovod import INSTALL
 
 EXAMPLES = REPOSITORY / "examples"
 WORKLOADS = (REPOSITORY / "docs/workloads.md").read_text()
@@ -135,8 +134,7 @@ def test_a_resumable_fit(folder: Path) -> None:
 @pytest.mark.slow
 def test_records_through_grain_and_a_model_of_keras_hub(folder: Path, tmp_path: Path) -> None:
     python, _ = make_environment(tmp_path / "with-more", without="grain*")
-    install = ["bash", "-euc", INSTALL, str(python), ".ci/locks/examples.lock"]
-    subprocess.run(install, check=True, timeout=240, cwd=REPOSITORY)
+    install(python, ".ci/locks/examples.lock")
     subprocess.run([python, "records.py"], check=True, timeout=60, cwd=folder)
     for example in ("records.py", "hub.py"):
         command = command_of(example).replace(" python ", f" {python} ")

@@ -11,11 +11,11 @@ import pytest
 
 from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
-from tests.world.environments import make_environment
+from tests.world.environments import install, make_environment
 from tests.world.processes import REPOSITORY, clean_environment, run_command
 from tests.world.running import events
 from tests.world.test_feeding import check, train_plainly
-from tests.world.test_without_horovod import INSTALL, mpirun
+from tests.world.test_without_horovod import mpirun
 from tests.world.workloads.fed import Sample, samples
 from tests.world.workloads.numbered import RECORDS
 
@@ -152,8 +152,7 @@ for make in (lambda of: Numbered().batches(grain, of), loader):
 @pytest.mark.slow
 def test_grain_and_array_records_are_trained_as_arrays_are(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     python, _ = make_environment(tmp_path / "with-grain", without="grain*")
-    install = ["bash", "-euc", INSTALL, str(python), ".ci/locks/examples.lock"]
-    subprocess.run(install, check=True, timeout=120, cwd=REPOSITORY)
+    install(python, ".ci/locks/examples.lock")
     subprocess.run([python, "-c", WRITE, tmp_path / RECORDS], check=True, timeout=60, cwd=REPOSITORY)
     subprocess.run([python, "-c", GO_ON], check=True, timeout=60, cwd=REPOSITORY)
     finished = run_ringtrain([*COMMON, "--options.by", "arrays", "--steps", "6", "--out", tmp_path / "arrays"])

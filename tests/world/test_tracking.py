@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.world.environments import make_environment
-from tests.world.processes import REPOSITORY, clean_environment
+from tests.world.environments import install, make_environment
+from tests.world.processes import clean_environment
 from tests.world.running import events, last_step, running
-from tests.world.test_without_horovod import INSTALL
 
 SERVER_SECONDS = 120.0
 SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.6"}
@@ -68,8 +67,7 @@ print(json.dumps([sorted(ids), steps]))
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment that has the trackers, too."""
     python, _ = make_environment(tmp_path_factory.mktemp("trackers"), without="mlflow*")
-    install = ["bash", "-euc", INSTALL, str(python), ".ci/locks/trackers.lock"]
-    subprocess.run(install, check=True, timeout=300, cwd=REPOSITORY)
+    install(python, ".ci/locks/trackers.lock")
     return python
 
 

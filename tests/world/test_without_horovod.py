@@ -11,7 +11,7 @@ import pytest
 
 from ringtrain.collectives.native import library
 from tests.world.conftest import RunRingtrain
-from tests.world.environments import make_environment
+from tests.world.environments import INSTALL, make_environment
 from tests.world.processes import REPOSITORY, clean_environment, run_command
 from tests.world.running import digest, final_checkpoint
 
@@ -101,7 +101,6 @@ def test_the_core_of_the_tests_passes(python: Path) -> None:
 
 
 # Installs, with its hashes, what stands in a lock.
-INSTALL = 'source .ci/lib.sh; find_uv "$0"; "$UV" pip install --quiet --no-deps --python "$0" --requirements "$1"'
 # A rank of one of two nodes, as its launcher and its machine would say: NAME PROGRAM...
 ON_NODE = 'hostname "$0"; MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$@"'
 
@@ -111,7 +110,7 @@ ON_NODE = 'hostname "$0"; MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$@"'
 def test_it_trains_the_same_bits_by_mpich(
     num_nodes: int, python: Path, run_ringtrain: RunRingtrain, tmp_path: Path
 ) -> None:
-    install = [*("bash", "-euc", INSTALL), str(python), ".ci/locks/mpich.lock"]
+    install = ["bash", "-euc", INSTALL, "install", str(python), ".ci/locks/mpich.lock"]
     subprocess.run(install, check=True, timeout=120, cwd=REPOSITORY)
     train = [str(python), *TRAIN, "--backend", "native", "--out", str(tmp_path / "there")]
     ranks = ["-n", "2", *train]

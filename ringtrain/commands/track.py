@@ -1,6 +1,7 @@
 """Send what a run has logged to experiment trackers, each step once.
 
-A run with --tracker does so while it trains; this sends what was left, and runs of the past. One process.
+A run with --tracker does so while it trains; this sends what was left, and runs of the past. A run that has logged no
+end, and is not running, gets the status of a killed one. One process.
 
     python -m ringtrain track runs/digits --to mlflow
 """
@@ -17,6 +18,7 @@ from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.config import TRACKERS, trackers_of
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape
+from ringtrain.run.lease import is_held
 from ringtrain.runtime.world import World
 from ringtrain.tracking.base import DEFAULTS, describe_failure, require_installed
 
@@ -42,13 +44,14 @@ def main(arguments: Sequence[str], world: World) -> int:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     from ringtrain.report.reading import read_run
-    from ringtrain.tracking.feed import Feed
+    from ringtrain.tracking.feed import open_feed
 
     if not read_run(options.run).of_kind("start"):
         raise UsageError(f"{str(options.run)!r} has logged no start. Give the directory of a run that has trained.")
     for name in trackers:
         try:
-            Feed(options.run, name).send()
+            with open_feed(options.run, name) as feed:
+                feed.send(is_dead=not is_held(options.run))
         except RingtrainError:
             raise
         except Exception as error:

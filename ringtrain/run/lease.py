@@ -143,6 +143,18 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
     return True
 
 
+def is_held(run: Path) -> bool:
+    """Without waiting: a holder on another host counts until ``EXPIRY_SECONDS`` after its last heartbeat."""
+    directory = run / LEASE_DIRECTORY
+    try:
+        file = directory / _file_name(_newest_number(directory))
+        holder = read_small(file)
+        is_alive = False if not holder or holder.get("released") else _is_alive_here(holder)
+        return _file_system_time(directory) - _modified(file) < EXPIRY_SECONDS if is_alive is None else is_alive
+    except FileNotFoundError:  # a copy of a run
+        return False
+
+
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
     """Create a number's file atomically; return False if it exists."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
@@ -168,10 +180,15 @@ def _temporary_file(directory: Path) -> Iterator[tuple[int, str]]:
                 os.unlink(name, dir_fd=descriptor)
 
 
+def find_job(environ: Mapping[str, str]) -> str | None:
+    """Return the scheduler's id of this job."""
+    return next((environ[name] for name in JOB_VARIABLES if environ.get(name)), None)
+
+
 def _job(environ: Mapping[str, str]) -> dict[str, Any]:
     restarts = environ.get(RESTART_VARIABLE, "")
     return {
-        "job": next((environ[name] for name in JOB_VARIABLES if environ.get(name)), None),
+        "job": find_job(environ),
         "restarts": int(restarts) if restarts.isdecimal() else 0,
     }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.defects import describe_defect
 
 PROJECT = "ringtrain"
@@ -41,6 +41,8 @@ class Row(NamedTuple):
 class Tracker(Protocol):
     """A run at a tracker. All methods may raise anything; they are then called again."""
 
+    address: str  # server or directory, and project; each has its own steps sent
+
     def start(self, run: TrackedRun) -> None:
         """Continue the run of this id, or create it."""
 
@@ -60,8 +62,12 @@ def require_installed(names: Sequence[str]) -> None:
 
 
 def describe_failure(error: Exception) -> str:
-    """Without user names, passwords and keys."""
-    text = re.sub(r"//[^/@\s]+@", "//***@", describe_defect(error))
+    return hide_secrets(str(error) if isinstance(error, RingtrainError) else describe_defect(error))
+
+
+def hide_secrets(text: str) -> str:
+    """Replace user names, passwords and keys."""
+    text = re.sub(r"//[^/@\s]+@", "//***@", text)
     for name in SECRETS:
         if secret := os.environ.get(name):
             text = text.replace(secret, "***")

@@ -1,21 +1,22 @@
 """Sends what a run has logged to a tracker, each step once.
 
-``tracker-NAME.json`` in the run directory holds the last steps sent: what could not be sent is sent by the next start.
+``tracker-NAME.json`` in the run directory holds the last steps sent, by address: the next start sends the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ringtrain.config import flatten_settings
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text
-from ringtrain.files.bounded import open_regular, read_small, require_at_most
+from ringtrain.files.bounded import open_descriptor, open_regular, read_small, require_at_most
 from ringtrain.run.directory import (
     CONFIG_FILE,
     MAX_LINE_BYTES,
@@ -23,17 +24,37 @@ from ringtrain.run.directory import (
     MAX_TIME,
     METRICS_FILE,
     REPORT_FILE,
+    find_events,
     parse_event,
     read_config,
 )
 from ringtrain.run.identity import read_identity
-from ringtrain.tracking.base import Row, TrackedRun, Tracker, create_tracker
+from ringtrain.tracking.base import Row, TrackedRun, Tracker, create_tracker, hide_secrets
 
 KINDS = ("train", "eval")
 NOT_METRICS = {"event", "step", "time"}
 MAX_VALUE = 1e300  # of a float
-TAGS: tuple[str, ...] = ("size", "node", "launcher")  # of the ``start`` event
+TAGS: tuple[str, ...] = ("size", "launcher", "git_revision")  # of the ``start`` event
+MAX_TAG = 5000  # characters; MLflow refuses more
 ROWS = 100  # in a message
+
+
+class SenderBusyError(RingtrainError):
+    pass
+
+
+@contextlib.contextmanager
+def open_feed(path: Path, name: str, *, begun: float = 0.0) -> Iterator[Feed]:
+    """Raise SenderBusyError while another process sends this run to this tracker."""
+    with open(open_descriptor(path / f".tracker-{name}.lock", os.O_RDWR | os.O_CREAT), "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = f"another process is sending {str(path)!r} to {name}: the run itself, or ringtrain track."
+            raise SenderBusyError(f"{who} Wait until it has ended.") from None
+        except OSError:  # a file system without locks
+            pass
+        yield Feed(path, name, begun=begun)
 
 
 class Feed:
@@ -41,19 +62,25 @@ class Feed:
         """``begun``: seconds since 1970; what is earlier is of another start."""
         self._path, self._begun, self._tracker = path, begun, tracker or create_tracker(name)
         self._file = path / f"tracker-{name}.json"
-        sent = read_small(self._file) or {}
+        self._address = hide_secrets(self._tracker.address.partition("?")[0])
+        self._others = read_small(self._file)
+        sent = self._others.pop(self._address, None)
+        sent = sent if isinstance(sent, dict) else {}
         self._sent = {kind: sent[kind] if type(sent.get(kind)) is int else -1 for kind in KINDS}
         self._place = 0  # in metrics.jsonl, after what was read and sent
         self._has_started = False
 
-    def send(self, *, ends: bool = True) -> None:
+    def send(self, *, ends: bool = True, is_dead: bool = False) -> None:
         """Send all that is new, and the end if the run has logged it. Raises what the tracker raises.
 
-        ``ends``: False if the report of an ended run may not be written yet.
+        ``ends``: False if the report of an ended run may not be written yet. ``is_dead``: a run without an end was
+        killed.
         """
         events, place = self._read_new()
         of_start = [event for event in events if read_time(event) >= self._begun]
         end = of_start[-1] if ends and of_start and of_start[-1]["event"] == "end" else None
+        if is_dead and end is None:
+            end = {"status": "killed"}
         if not self._has_started and not end and not any(event["event"] == "start" for event in of_start):
             return
         if not self._has_started:
@@ -64,7 +91,7 @@ class Feed:
             self._tracker.log([to_row(event) for event in rows[begin : begin + ROWS]])
             for event in rows[begin : begin + ROWS]:
                 self._sent[event["event"]] = event["step"]
-            replace_text(self._file, json.dumps(self._sent) + "\n")
+            replace_text(self._file, json.dumps({**self._others, self._address: self._sent}) + "\n")
         if end is not None:
             self._end(end)
         if ends or not events or events[-1]["event"] != "end":
@@ -75,6 +102,7 @@ class Feed:
         models = [] if exports.is_symlink() else sorted(exports.glob("*.keras"))
         files = [self._path / REPORT_FILE, self._path / CONFIG_FILE, *models]
         tags = {name: str(end[name]) for name in ("status", "exit_code", "message") if name in end}
+        tags |= find_best(read_config(self._path) or {}, find_events(self._path, "eval"))
         self._tracker.end(
             str(end.get("status")), tags, [file for file in files if file.is_file() and not file.is_symlink()]
         )
@@ -99,13 +127,30 @@ def describe_run(path: Path, events: list[dict[str, Any]]) -> TrackedRun:
     config, identity = read_config(path), read_identity(path)
     if config is None or identity is None:
         raise UsageError(f"{str(path)!r} is no run directory of this version. Give the directory of a run.")
-    start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "start"), {})
-    tags: dict[str, str] = {name: str(start[name]) for name in TAGS if name in start}
-    versions = start.get("versions")
+    starts: list[dict[str, Any]] = [event for event in events if event["event"] == "start"]
+    start = starts[-1] if starts else {}
+    tags: dict[str, str] = {name: str(start[name]) for name in TAGS if start.get(name) is not None}
+    ranks, versions = start.get("ranks"), start.get("versions")
+    nodes = [rank.get("node") for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+    tags |= _list_tag("nodes", nodes) | _list_tag("jobs", (event.get("job") for event in starts))
     tags |= {f"version.{name}": str(value) for name, value in versions.items()} if isinstance(versions, dict) else {}
     return TrackedRun(
         id=str(identity["id"]), path=path, name=path.resolve().name, parameters=flatten_settings(config), tags=tags
     )
+
+
+def _list_tag(name: str, values: Iterable[Any]) -> dict[str, str]:
+    text = ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
+    return {name: text[:MAX_TAG]} if text else {}
+
+
+def find_best(config: Mapping[str, Any], evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    metric = str(config.get("best_metric", "loss"))
+    scored = [event for event in evaluations if type(event.get(metric)) in (int, float)]
+    if not scored:
+        return {}
+    best = (max if config.get("best_direction") == "max" else min)(scored, key=lambda event: event[metric])
+    return {f"best.{metric}": str(best[metric]), "best.step": str(best["step"])}
 
 
 def to_row(event: Mapping[str, Any]) -> Row:

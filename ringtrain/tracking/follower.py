@@ -20,7 +20,7 @@ from pathlib import Path
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.processes import MEANT_FOR_RANK, PACKAGES
 from ringtrain.tracking.base import DEFAULTS, describe_failure
-from ringtrain.tracking.feed import Feed
+from ringtrain.tracking.feed import Feed, SenderBusyError, open_feed
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 LAST_SECONDS = 10.0  # for the last events and files, when the run has ended
@@ -89,20 +89,23 @@ def main(path: str, begun: str, name: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     is_over = threading.Event()
     threading.Thread(target=wait_for_end, args=(os.getppid(), is_over), daemon=True).start()
+    opened = contextlib.ExitStack()  # until this process ends
     feed: Feed | None = None
     pause, has_warned = PAUSE_SECONDS, False
     while True:
         is_last = is_over.is_set()
         signal.alarm(SEND_SECONDS)  # ends this process, even while a call holds Python's lock
         try:
-            feed = feed or Feed(Path(path), name, begun=float(begun))
+            feed = feed or opened.enter_context(open_feed(Path(path), name, begun=float(begun)))
             feed.send(ends=is_last)
             pause, has_warned, is_sent = PAUSE_SECONDS, False, True
         except Exception as error:
-            if not has_warned:
+            # The process of the former start may live for LAST_SECONDS.
+            waits = isinstance(error, SenderBusyError) and time.time() < float(begun) + 2 * LAST_SECONDS
+            if not has_warned and not waits:
                 text = escape(f"{name} takes nothing: {describe_failure(error)} Training goes on.")
                 os.write(messages, f"ringtrain: warning: {text}\n".encode())
-            pause, has_warned, is_sent = min(2 * pause, LONGEST_PAUSE_SECONDS), True, False
+            pause, has_warned, is_sent = pause if waits else min(2 * pause, LONGEST_PAUSE_SECONDS), not waits, False
         signal.alarm(0)
         if is_last:
             sys.exit(not is_sent)

@@ -15,18 +15,19 @@ from ringtrain.tracking.base import PROJECT, Row, TrackedRun
 NOT_ALLOWED = re.compile(r"[^\w .:/-]")  # in the name of a metric
 ID_TAG = "ringtrain.run"
 MAX_METRICS, MAX_PARAMETERS = 1000, 100  # of log_batch
-STATUSES = {"completed": "FINISHED", "preempted": "SCHEDULED"}  # others: FAILED
+STATUSES = {"completed": "FINISHED", "preempted": "SCHEDULED", "killed": "KILLED"}  # others: FAILED
 
 
 class MlflowTracker:
     def __init__(self) -> None:
         self._client = mlflow.MlflowClient()
+        self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        self.address = f"{mlflow.get_tracking_uri()} {self._experiment}"
         self._id = ""
 
     def start(self, run: TrackedRun) -> None:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        experiment = self._client.get_experiment_by_name(name)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
         found = self._client.search_runs([place], f"tags.`{ID_TAG}` = '{run.id}'")
         created = found[0] if found else self._client.create_run(place, run_name=run.name, tags={ID_TAG: run.id})
         self._id = created.info.run_id

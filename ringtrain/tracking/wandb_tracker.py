@@ -16,12 +16,15 @@ from ringtrain.tracking.base import PROJECT, Row, TrackedRun
 class WandbTracker:
     def __init__(self) -> None:
         self._run: Any = None
+        self._project = os.environ.get("WANDB_PROJECT", PROJECT)
+        is_offline = os.environ.get("WANDB_MODE") == "offline"
+        server = "offline" if is_offline else os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+        self.address = f"{server} {os.environ.get('WANDB_ENTITY', '')}/{self._project}"
 
     def start(self, run: TrackedRun) -> None:
         make_directory(run.path / "wandb")  # a link would be followed
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
         self._run = wandb.init(
-            project=project,
+            project=self._project,
             id=run.id,
             name=run.name,
             config={**run.parameters, **run.tags},

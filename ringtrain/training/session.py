@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from ringtrain.config import Config
 from ringtrain.errors import Cause, PreemptedError, RingtrainError
 from ringtrain.guard.preflight import package_versions
 from ringtrain.run.checkpoint import Checkpoint
+from ringtrain.run.lease import find_job
 from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun, Start, describe_way_on
 from ringtrain.runtime import activity
@@ -103,6 +105,8 @@ class RunSession:
             **more,
             node=world.node,
             launcher=launcher,
+            job=find_job(os.environ),
+            git_revision=self._facts.get("git_revision"),
             ranks=ranks,
             versions=package_versions(),
         )

@@ -19,7 +19,7 @@ import pytest
 from ringtrain.errors import UsageError
 from ringtrain.messages.log import show_log
 from ringtrain.run import lease as lease_module
-from ringtrain.run.lease import LEASE_DIRECTORY, Lease, LeaseLostError, acquire_lease, take_over
+from ringtrain.run.lease import LEASE_DIRECTORY, Lease, LeaseLostError, acquire_lease, is_held, take_over
 
 HERE = f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -210,6 +210,26 @@ def test_that_of_a_process_that_is_gone_is_taken_at_once(tmp_path: Path, start: 
     lease = acquire(tmp_path)
     assert lease.number == number + 1
     lease.close()
+
+
+def test_a_lease_is_held_while_its_holder_lives(tmp_path: Path, start: Any) -> None:
+    assert not is_held(tmp_path)
+    acquire(tmp_path).close()
+    assert not is_held(tmp_path)
+    holder = start()
+    holder.hold()
+    assert is_held(tmp_path)
+    holder.popen.kill()
+    holder.popen.wait()
+    assert not is_held(tmp_path)
+
+
+def test_a_lease_of_another_host_is_held_while_it_beats(tmp_path: Path) -> None:
+    acquire(tmp_path).close()
+    rewrite(lease_file(tmp_path), boot="another", released=False)
+    assert is_held(tmp_path)
+    os.utime(lease_file(tmp_path), (1, 1))
+    assert not is_held(tmp_path)
 
 
 def test_a_lease_of_a_reused_process_id_is_taken_at_once(tmp_path: Path) -> None:

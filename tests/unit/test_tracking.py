@@ -13,14 +13,15 @@ from ringtrain.cli import main
 from ringtrain.config import trackers_of
 from ringtrain.errors import UsageError
 from ringtrain.tracking.base import Row, TrackedRun, describe_failure
-from ringtrain.tracking.feed import Feed
+from ringtrain.tracking.feed import Feed, SenderBusyError, open_feed
 from ringtrain.tracking.follower import following
 
 
 class Memory:
     """A tracker in memory, which may be down."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "http://ann:pass@a ringtrain") -> None:
+        self.address = address
         self.runs: list[TrackedRun] = []
         self.rows: list[Row] = []
         self.ends: list[tuple[str, Mapping[str, str], list[str]]] = []
@@ -115,6 +116,55 @@ def test_the_next_start_sends_only_what_is_new(run: Path) -> None:
     assert (len(tracker.runs), tracker.steps, tracker.ends) == (1, [30], [])
 
 
+def test_each_address_gets_each_step_once(run: Path) -> None:
+    first, second = Memory(), Memory("http://b ringtrain")
+    for tracker in (first, second, first, second):
+        Feed(run, "memory", tracker=tracker).send()
+    assert first.steps == second.steps == [10, 20]
+    recorded = json.loads((run / "tracker-memory.json").read_text())
+    assert list(recorded) == ["http://***@a ringtrain", "http://b ringtrain"]
+
+
+def test_one_process_sends_at_a_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ringtrain.tracking.feed.create_tracker", lambda name: Memory())
+    monkeypatch.setattr("ringtrain.commands.track.require_installed", lambda names: None)
+    with open_feed(run, "mlflow"):
+        assert main(["track", str(run), "--to", "mlflow"]) == 1
+        assert f"another process is sending {str(run)!r} to mlflow" in capsys.readouterr().err
+        with pytest.raises(SenderBusyError), open_feed(run, "mlflow"):
+            pass
+    assert main(["track", str(run), "--to", "mlflow"]) == 0
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_killed_run_is_sent_with_an_end(is_dead: bool, run: Path) -> None:
+    tracker = Memory()
+    feed = Feed(run, "memory", tracker=tracker)
+    feed.send(is_dead=is_dead)
+    assert tracker.steps == [10, 20]
+    assert tracker.ends == ([("killed", {"status": "killed"}, ["config.yaml"])] if is_dead else [])
+
+
+def test_the_tags_of_a_run(run: Path) -> None:
+    ranks = [{"node": "n1"}, {"node": "n1"}, {"node": "n2"}, "damaged"]
+    start = {"event": "start", "size": 3, "ranks": ranks, "launcher": "srun", "git_revision": None}
+    write(run, start | {"job": "7"}, start | {"job": "8", "git_revision": "0a1b-dirty"})
+    (run / "config.yaml").write_text("optimizer: {}\nbest_metric: accuracy\nbest_direction: max\n")
+    for step, accuracy in ((30, 0.5), (40, 0.75), (50, 0.7)):
+        write(run, {"event": "eval", "step": step, "accuracy": accuracy})
+    write(run, {"event": "end", "status": "completed", "exit_code": 0})
+    tracker = Memory()
+    Feed(run, "memory", tracker=tracker).send()
+    assert tracker.runs[0].tags == {
+        "size": "3", "launcher": "srun", "git_revision": "0a1b-dirty", "nodes": "n1, n2", "jobs": "7, 8"
+    }  # fmt: skip
+    assert tracker.ends[0][1] == {
+        "status": "completed", "exit_code": "0", "best.accuracy": "0.75", "best.step": "40"
+    }  # fmt: skip
+
+
 def test_an_incomplete_line_waits_for_its_end(run: Path) -> None:
     tracker = Memory()
     feed = Feed(run, "memory", tracker=tracker)
@@ -131,7 +181,7 @@ def test_an_incomplete_line_waits_for_its_end(run: Path) -> None:
 def test_trackers_are_checked() -> None:
     assert trackers_of("none") == []
     assert trackers_of("mlflow, wandb") == ["mlflow", "wandb"]
-    with pytest.raises(UsageError, match=r"tracker is 'mlfow'; it must be mlflow or wandb\. Did you mean 'mlflow'\?"):
+    with pytest.raises(UsageError, match=r"tracker is 'mlfow'; it must be mlflow or .*\. Did you mean 'mlflow'\?"):
         trackers_of("mlfow")
 
 
@@ -173,7 +223,7 @@ def test_what_cannot_be_sent_is_refused(
     monkeypatch.setattr("ringtrain.commands.track.require_installed", lambda names: None)
     assert main(["track", *(str(run) if word == "RUN" else word for word in words)]) == 2
     said = capsys.readouterr().err
-    assert "is no run directory" in said or "to is 'none'; it must be mlflow or wandb." in said
+    assert "is no run directory" in said or "to is 'none'; it must be mlflow or " in said
 
 
 def test_a_tracker_that_does_not_work_costs_a_warning(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,10 @@ import pytest
 
 from tests.world.environments import install, make_environment
 from tests.world.processes import clean_environment
-from tests.world.running import events, last_step, running
+from tests.world.running import Run, events, last_step, running
 
-SERVER_SECONDS = 120.0
+SERVER_SECONDS = 120.0  # also for the import of a tracker, which yields to the ranks
+SERVER = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # or it starts workers
 SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.6"}
 # Prints what the server has of each run: RUN_ID, STATUS, TAGS, EXIT CODE, STEPS, FILES
 READ_MLFLOW = """
@@ -28,7 +29,7 @@ client = mlflow.MlflowClient()
 runs = client.search_runs([client.get_experiment_by_name("ringtrain").experiment_id])
 print(json.dumps([{
     "id": run.data.tags["ringtrain.run"], "status": run.info.status, "exit_code": run.data.tags.get("exit_code"),
-    "optimizer": run.data.params.get("optimizer.name"),
+    "optimizer": run.data.params.get("optimizer.name"), "nodes": run.data.tags.get("nodes"),
     "steps": [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")],
     "files": [file.path for file in client.list_artifacts(run.info.run_id)],
 } for run in runs]))
@@ -87,7 +88,7 @@ class Server:
     def start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=clean_environment(), start_new_session=True
+                self._command, stdout=log, stderr=log, env=clean_environment(**SERVER), start_new_session=True
             )
         end = time.monotonic() + SERVER_SECONDS
         while not self._is_up():
@@ -131,28 +132,34 @@ def test_mlflow_has_one_run_with_each_step_once(python: Path, server: Server, tm
     """The server is down while the run is preempted, and while it is killed and started again."""
     out, variables = tmp_path / "run", {"MLFLOW_TRACKING_URI": server.address, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     start = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", str(python), "-m", "ringtrain"]
-    flags = ("--tracker", "mlflow", "--checkpoint_every", "5")
+    flags = ("--tracker", "mlflow", "--checkpoint_every", "5", "--epochs", "20")
+
+    def wait_for_more(run: Run, steps: int) -> None:
+        before = last_step(out)
+        run.wait_for(f"{steps} more steps", lambda: last_step(out) >= before + steps, timeout=SERVER_SECONDS)
 
     with running(out, *flags, start=start, env=SLOW_STEP | variables) as run:
-        run.wait_for("a sent step", (out / "tracker-mlflow.json").exists)
+        run.wait_for("a sent step", (out / "tracker-mlflow.json").exists, timeout=SERVER_SECONDS)
         server.stop()
-        run.wait_for_step(last_step(out) + 5)
+        wait_for_more(run, 5)
         run.signal_rank(0, signal.SIGUSR1)
         assert run.wait(120) == 75, run.text()
         assert "mlflow did not take all. The next start sends the rest, or: python -m ringtrain track" in run.text()
     with running(out, *flags, start=start, env=SLOW_STEP | variables) as run:
-        run.wait_for_step(last_step(out) + 3)
-        run.signal_rank(0, signal.SIGKILL)
-        run.wait(120)
+        wait_for_more(run, 3)
+        run.kill()
     server.start()
+    command = [str(python), "-m", "ringtrain", "track", str(out), "--to", "mlflow"]
+    subprocess.run(command, check=True, env=clean_environment(**variables), timeout=120)
+    assert [there["status"] for there in ask(python, READ_MLFLOW, **variables)] == ["KILLED"]
     with running(out, *flags, start=start, env=variables) as run:
         assert run.wait(180) == 0, run.text()
-    command = [str(python), "-m", "ringtrain", "track", str(out), "--to", "mlflow"]
     subprocess.run(command, check=True, env=clean_environment(**variables), timeout=120)
     [there] = ask(python, READ_MLFLOW, **variables)
     assert there["id"] == json.loads((out / "run.json").read_text())["id"]
     assert there["steps"] == [event["step"] for event in events(out, "train")]
     assert (there["status"], there["exit_code"], there["optimizer"]) == ("FINISHED", "0", "adam")
+    assert there["nodes"] == events(out, "start")[-1]["node"]
     assert sorted(there["files"]) == ["config.yaml", "report.html"]
 
 

@@ -50,7 +50,7 @@ EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax
 # Limits of steps in checkpoint names, TensorFlow's dimensions, NumPy's seeds and the kernel's timeouts.
 MAX_STEPS = 999_999_999
 WEIGHT_FILES = (".weights.h5", ".keras", ".safetensors")
-TRACKERS = ("mlflow", "wandb")
+TRACKERS = ("mlflow", "wandb", "trackio")
 MAX_SIZE = 2**31 - 1
 MAX_SEED = 2**32 - 1
 MAX_SECONDS = 1_000_000_000
@@ -268,7 +268,7 @@ class Config:
     """what keeps decoded images: a file on each node, decoded before the training, or each rank's memory"""
 
     tracker: str = "none"
-    """experiment trackers that get the log: mlflow or wandb, both with a comma between"""
+    """experiment trackers that get the log: mlflow, wandb or trackio, several with commas between"""
 
     profile: str | None = None
     """START:STOP, the steps (from 1) of which TensorFlow's profile and a timeline of all ranks' sums are written"""

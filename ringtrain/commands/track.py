@@ -31,7 +31,7 @@ class Options:
     _: KW_ONLY
 
     to: str
-    """mlflow or wandb, both with a comma between"""
+    """mlflow, wandb or trackio, several with commas between"""
 
 
 def main(arguments: Sequence[str], world: World) -> int:

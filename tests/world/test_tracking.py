@@ -1,4 +1,4 @@
-"""Runs whose log real trackers get: MLflow's server on loopback, and W&B offline."""
+"""Runs whose log real trackers get: MLflow's server on loopback, W&B offline, and Trackio's database."""
 
 from __future__ import annotations
 
@@ -61,6 +61,16 @@ for path in sorted(glob.glob(sys.argv[1] + "/wandb/offline-run-*/run-*.wandb")):
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             steps += [row["step"]] if "train/loss" in row else []
 print(json.dumps([sorted(ids), steps]))
+"""
+
+# Prints RUN_ID, CONFIG, ALERTS, STEPS of each run.
+READ_TRACKIO = """
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+print(json.dumps([[
+    run.id, run.config, [alert["title"] for alert in run.alerts()],
+    [row["step"] for row in SQLiteStorage.get_logs("ringtrain", run.name, run_id=run.id) if "train/loss" in row],
+] for run in trackio.Api().runs("ringtrain")]))
 """
 
 
@@ -173,3 +183,24 @@ def test_wandb_has_each_step_once(python: Path, tmp_path: Path) -> None:
     ids, steps = ask(python, READ_WANDB, str(out))
     assert ids == [json.loads((out / "run.json").read_text())["id"]]
     assert steps == [event["step"] for event in events(out, "train")]
+
+
+@pytest.mark.slow  # installs Trackio
+def test_trackio_has_one_run_with_each_step_once(python: Path, tmp_path: Path) -> None:
+    """The run is preempted; then its record of what was sent is lost."""
+    out, variables = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    start, flags = [str(python), "-m", "ringtrain"], ("--tracker", "trackio", "--checkpoint_every", "5")
+    with running(out, *flags, start=start, env=SLOW_STEP | variables) as run:
+        run.wait_for("a sent step", (out / "tracker-trackio.json").exists, timeout=SERVER_SECONDS)
+        os.kill(run.launcher_pid, signal.SIGUSR1)
+        assert run.wait(120) == 75, run.text()
+    with running(out, *flags, start=start, env=variables) as run:
+        assert run.wait(180) == 0, run.text()
+    (out / "tracker-trackio.json").unlink()
+    command = [str(python), "-m", "ringtrain", "track", str(out), "--to", "trackio"]
+    subprocess.run(command, check=True, env=clean_environment(**variables), timeout=120)
+    [[found, config, alerts, steps]] = ask(python, READ_TRACKIO, **variables)
+    assert found == json.loads((out / "run.json").read_text())["id"]
+    assert steps == [event["step"] for event in events(out, "train")]
+    assert (config["status"], config["exit_code"], config["optimizer.name"]) == ("completed", "0", "adam")
+    assert sorted(alerts) == ["end: completed", "end: preempted"]

@@ -103,9 +103,9 @@ class Page:
         button = "none" if kind == "mouseMoved" else "left"
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=int(button == "left"))
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        answer = self.send("Page.captureScreenshot", captureBeyondViewport=True)
+    def screenshot(self, path: Path, *, beyond_viewport: bool = True) -> None:
+        """The whole page as a PNG, for which it is resized; or what is in sight."""
+        answer = self.send("Page.captureScreenshot", captureBeyondViewport=beyond_viewport)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def print_pdf(self, path: Path) -> None:

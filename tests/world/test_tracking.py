@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.report.chromium import chromium
 from tests.world.environments import install, make_environment
 from tests.world.processes import clean_environment
 from tests.world.running import Run, events, last_step, running
@@ -28,6 +29,7 @@ import json, mlflow
 client = mlflow.MlflowClient()
 runs = client.search_runs([client.get_experiment_by_name("ringtrain").experiment_id])
 print(json.dumps([{
+    "experiment": run.info.experiment_id, "run": run.info.run_id,
     "id": run.data.tags["ringtrain.run"], "status": run.info.status, "exit_code": run.data.tags.get("exit_code"),
     "optimizer": run.data.params.get("optimizer.name"), "nodes": run.data.tags.get("nodes"),
     "steps": [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")],
@@ -63,6 +65,13 @@ for path in sorted(glob.glob(sys.argv[1] + "/wandb/offline-run-*/run-*.wandb")):
 print(json.dumps([sorted(ids), steps]))
 """
 
+ARE_CURVES_DRAWN = "[...document.querySelectorAll('.scatterlayer .lines path')].length >= 3"
+# As for a pointer that is elsewhere.
+WITHOUT_TOOLBARS = """
+localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");
+const style = "<style>.modebar {display: none}</style>";
+addEventListener("load", () => document.head.insertAdjacentHTML("beforeend", style));
+"""
 # Prints RUN_ID, CONFIG, ALERTS, STEPS of each run.
 READ_TRACKIO = """
 import json, trackio
@@ -204,3 +213,26 @@ def test_trackio_has_one_run_with_each_step_once(python: Path, tmp_path: Path) -
     assert steps == [event["step"] for event in events(out, "train")]
     assert (config["status"], config["exit_code"], config["optimizer.name"]) == ("completed", "0", "adam")
     assert sorted(alerts) == ["end: completed", "end: preempted"]
+
+
+@pytest.mark.slow  # installs MLflow, and starts its server and a browser
+def test_the_page_of_a_run_in_mlflow(python: Path, server: Server, tmp_path: Path) -> None:
+    """With RINGTRAIN_PICTURE=docs/tracking.png the test writes the picture of the docs."""
+    out, variables = tmp_path / "digits", {"MLFLOW_TRACKING_URI": server.address}
+    train = [str(python), "-m", "ringtrain", "--out", str(out), "--log_every", "10", "--epochs", "10"]
+    subprocess.run(train, check=True, env=clean_environment(), timeout=240)
+    command = [str(python), "-m", "ringtrain", "track", str(out), "--to", "mlflow"]
+    subprocess.run(command, check=True, env=clean_environment(**variables), timeout=120)
+    [there] = ask(python, READ_MLFLOW, **variables)
+    picture = Path(os.environ.get("RINGTRAIN_PICTURE", tmp_path / "tracking.png"))
+    with chromium(tmp_path / "profile") as page:
+        page.resize(1100, 620)
+        page.send("Page.addScriptToEvaluateOnNewDocument", source=WITHOUT_TOOLBARS)
+        run = f"experiments/{there['experiment']}/runs/{there['run']}/model-metrics?workflowType=machine_learning"
+        page.send("Page.navigate", url=f"{server.address}/#/{run}")
+        end = time.monotonic() + SERVER_SECONDS
+        while not page.evaluate(ARE_CURVES_DRAWN):
+            assert time.monotonic() < end, page.evaluate("document.body?.innerText")
+            time.sleep(0.5)
+        assert "digits (eval/accuracy)" in page.evaluate("document.body.innerText")
+        page.screenshot(picture, beyond_viewport=False)

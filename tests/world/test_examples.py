@@ -8,6 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,8 @@ import pytest
 from ringtrain.workloads import BUILT_IN
 from tests.report.made_run import make_run
 from tests.world.environments import install, make_environment
-from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
+from tests.world.processes import REPOSITORY, Finished, MarkedProcess, clean_environment, run_command
+from tests.world.running import events
 
 EXAMPLES = REPOSITORY / "examples"
 WORKLOADS = (REPOSITORY / "docs/workloads.md").read_text()
@@ -140,6 +143,59 @@ def test_records_through_grain_and_a_model_of_keras_hub(folder: Path, tmp_path: 
         command = command_of(example).replace(" python ", f" {python} ")
         losses = re.findall(r"\bstep \d+, loss = (\S+)", run(command, folder).stdout)
         assert min(map(float, losses[-2:])) < 0.1, (example, losses)
+
+
+READ_STUDY = """
+import json, optuna
+from optuna.storages.journal import JournalFileBackend
+storage = optuna.storages.JournalStorage(JournalFileBackend("sweep/journal"))
+trials = optuna.load_study(study_name="digits", storage=storage).trials
+print(json.dumps([[trial.state.name, trial.value, trial.user_attrs] for trial in trials]))
+"""
+
+
+@pytest.mark.slow  # installs Optuna
+@pytest.mark.timeout(900)
+def test_the_trial_of_a_killed_worker_resumes(folder: Path, tmp_path: Path) -> None:
+    python, _ = make_environment(tmp_path / "with-optuna", without="optuna*")
+    install(python, ".ci/locks/examples.lock")
+    workers: list[MarkedProcess] = []
+
+    def start(name: str) -> MarkedProcess:
+        with (tmp_path / f"{len(workers)}.log").open("wb") as log:
+            command = [str(python), "tune_optuna.py", "sweep", name, "3"]
+            workers.append(MarkedProcess(command, clean_environment(), cwd=folder, stdout=log, stderr=log))
+        return workers[-1]
+
+    def wait_for(is_there: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not is_there():
+            assert time.monotonic() < end, [log.read_text() for log in sorted(tmp_path.glob("*.log"))]
+            time.sleep(0.1)
+
+    run = folder / "sweep/trial-0"
+    try:
+        killed = start("one")
+        wait_for(run.exists)
+        others = [start("two")]
+        wait_for(lambda: bool(events(run, "checkpoint")))
+        killed.popen.kill()
+        others.append(start("one"))
+        for worker in others:
+            assert worker.popen.wait(600) == 0, [log.read_text() for log in sorted(tmp_path.glob("*.log"))]
+        assert killed.wait_until_gone(10)
+    finally:
+        for worker in workers:
+            worker.end()
+    study = subprocess.run([python, "-c", READ_STUDY], check=True, timeout=60, cwd=folder, capture_output=True)
+    trials = json.loads(study.stdout)
+    assert sum(state == "COMPLETE" for state, *_ in trials) >= 3
+    assert {state for state, *_ in trials} == {"COMPLETE", "FAIL"}
+    assert trials[0][0] == "FAIL"
+    [resumed] = [value for state, value, attributes in trials if attributes.get("first") == 0]
+    assert resumed == max(event["accuracy"] for event in events(run, "eval"))
+    first, second = (event["first_step"] for event in events(run, "start"))
+    assert (first, second > 0) == (0, True)
 
 
 @pytest.mark.slow

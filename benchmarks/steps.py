@@ -66,8 +66,9 @@ MANY_FIT_GOALS = {"TINY": 1.1}
 FIT_CONTENDERS = ("ringtrain", "ringtrain_again", "many", "horovod", "tf_keras", "kept", "bound")
 OTHER = "ringtrain_other"  # in another environment: --other_python
 STEP_CONTENDERS = (
-    "ringtrain", "ringtrain_again", "ringtrain_single", "ringtrain_sharded", "bound", "bound_meeting", "bound_looped",
-    "bound_fused", "minimal", "minimal_stock", "minimal_no_fusion", "minimal_autotune", "tf_distribute",
+    "ringtrain", "ringtrain_again", "ringtrain_single", "ringtrain_sharded", "ringtrain_tracked", "bound",
+    "bound_meeting", "bound_looped", "bound_fused", "minimal", "minimal_stock", "minimal_no_fusion",
+    "minimal_autotune", "tf_distribute",
     "one_process", OTHER,
 )  # fmt: skip
 
@@ -189,6 +190,9 @@ def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> di
     no_fusion = {**settings.env, **NO_FUSION}
     saving_text = f"ringtrain with logs, guards and a checkpoint every {SAVE_EVERY_STEPS} steps"
     sharded = plan_training(size, [*workload_flags(model), "--shard_optimizer", "true"], length)
+    tracked = plan_training(size, [*workload_flags(model), "--tracker", "mlflow"], length)
+    tracked = dataclasses.replace(tracked, env={"MLFLOW_TRACKING_URI": f"sqlite:///{DIRECTORY}/mlflow.db"})
+    tracked_text = "ringtrain --tracker mlflow, with a database file"
     bound_text = "plain TensorFlow processes with ringtrain's cores, threads and variables, without communication"
     workers_text = "tf.distribute MultiWorkerMirroredStrategy, pinned as ringtrain is"
     planned = (
@@ -198,6 +202,7 @@ def plan_contenders(model: str, options: BenchOptions, settings: Settings) -> di
         ("ringtrain_saving_again", AGAIN, [saving], read_training),
         ("ringtrain_sharded", "ringtrain --shard_optimizer true", [sharded], read_training),
         ("ringtrain_single", "ringtrain --steps_per_call 1", [single], read_training),
+        *([("ringtrain_tracked", tracked_text, [tracked], read_training)] if find_spec("mlflow") else []),
         ("bound", bound_text, bound, read_unconnected),
         ("bound_meeting", "bound with a barrier before each step", meeting, read_unconnected),
         ("bound_looped", "bound with 20 steps in a call", looped, read_unconnected),

@@ -22,6 +22,7 @@ STATUS_WORDS = {
     "outofmemory": "out of memory",
     "rundirectory": "run directory not writable",
     "leaselost": "taken over by another process",
+    "senderbusy": "another process sends",
 }
 
 Cause = Literal["signal", "file", "time"]

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from ringtrain.report.charts import DECADES_FOR_LOG
 from ringtrain.report.figures import RUN_COLOURS
 from ringtrain.report.reading import RunRecord
-from ringtrain.report.tables import MISSING, compare_settings, describe_status, find_best, format_value
+from ringtrain.report.tables import MISSING, compare_settings, describe_status, format_value
+from ringtrain.run.directory import find_best_evaluation
 
 MOST_COMPARED = len(RUN_COLOURS)  # in the rest of the page; more runs are ranked
 MAX_AXES = 8
@@ -66,7 +67,7 @@ def rank(runs: Sequence[RunRecord], names: Sequence[str]) -> tuple[Ranking, list
 
 
 def read_score(run: RunRecord, metric: str) -> float | None:
-    best = find_best(run, metric)
+    best = find_best_evaluation(run.of_kind("eval"), run.settings, metric)
     return None if best is None else float(best[metric])
 
 

@@ -15,6 +15,7 @@ from ringtrain.report.figures import DrawnRun
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import elapsed_times
 from ringtrain.report.timing import attempts, read_seconds, split_time
+from ringtrain.run.directory import find_best_evaluation
 
 MISSING = "\N{EN DASH}"
 
@@ -95,15 +96,9 @@ def list_facts(run: RunRecord) -> list[Fact]:
     return facts
 
 
-def find_best(run: RunRecord, metric: str) -> dict[str, Any] | None:
-    scored = [event for event in run.of_kind("eval") if type(event.get(metric)) in (int, float)]
-    choose = max if run.settings.get("best_direction") == "max" else min
-    return choose(scored, key=lambda event: event[metric], default=None)
-
-
 def _best_evaluation(run: RunRecord) -> list[Fact]:
     metric = str(run.settings.get("best_metric", "loss"))
-    best = find_best(run, metric)
+    best = find_best_evaluation(run.of_kind("eval"), run.settings)
     if best is None:
         return []
     title = "Best evaluation loss" if metric == "loss" else f"Best {metric}"

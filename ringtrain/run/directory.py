@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +282,16 @@ def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [event for event in events if event and event["event"] == kind]
+
+
+def find_best_evaluation(
+    evaluations: Iterable[dict[str, Any]], settings: Mapping[str, Any], metric: str | None = None
+) -> dict[str, Any] | None:
+    """``metric``: the run's own by default."""
+    name = metric or str(settings.get("best_metric", "loss"))
+    scored = [event for event in evaluations if type(event.get(name)) in (int, float)]
+    choose = max if settings.get("best_direction") == "max" else min
+    return choose(scored, key=lambda event: event[name], default=None)
 
 
 def refuse_other_kinds(run: Path) -> None:

@@ -125,7 +125,11 @@ def read_holder(run: Path) -> Holder | None:
         return None
     is_alive = _is_alive_here(holder)
     if is_alive is None:
-        is_alive = time.time() - _modified(file) < EXPIRY_SECONDS
+        try:
+            now = _file_system_time(directory)
+        except OSError:  # another user's
+            now = time.time()
+        is_alive = now - _modified(file) < EXPIRY_SECONDS
     return Holder(holder.get("job"), is_alive and not holder.get("released"))
 
 
@@ -145,14 +149,8 @@ def take_over(run: Path, number: int, *, environ: Mapping[str, str]) -> bool:
 
 def is_held(run: Path) -> bool:
     """Without waiting: a holder on another host counts until ``EXPIRY_SECONDS`` after its last heartbeat."""
-    directory = run / LEASE_DIRECTORY
-    try:
-        file = directory / _file_name(_newest_number(directory))
-        holder = read_small(file)
-        is_alive = False if not holder or holder.get("released") else _is_alive_here(holder)
-        return _file_system_time(directory) - _modified(file) < EXPIRY_SECONDS if is_alive is None else is_alive
-    except FileNotFoundError:  # a copy of a run
-        return False
+    holder = read_holder(run)
+    return holder is not None and holder.is_alive
 
 
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:

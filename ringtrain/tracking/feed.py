@@ -24,6 +24,7 @@ from ringtrain.run.directory import (
     MAX_TIME,
     METRICS_FILE,
     REPORT_FILE,
+    find_best_evaluation,
     find_events,
     parse_event,
     read_config,
@@ -102,7 +103,10 @@ class Feed:
         models = [] if exports.is_symlink() else sorted(exports.glob("*.keras"))
         files = [self._path / REPORT_FILE, self._path / CONFIG_FILE, *models]
         tags = {name: str(end[name]) for name in ("status", "exit_code", "message") if name in end}
-        tags |= find_best(read_config(self._path) or {}, find_events(self._path, "eval"))
+        config = read_config(self._path) or {}
+        if best := find_best_evaluation(find_events(self._path, "eval"), config):
+            metric = str(config.get("best_metric", "loss"))
+            tags |= {f"best.{metric}": str(best[metric]), "best.step": str(best["step"])}
         self._tracker.end(
             str(end.get("status")), tags, [file for file in files if file.is_file() and not file.is_symlink()]
         )
@@ -142,15 +146,6 @@ def describe_run(path: Path, events: list[dict[str, Any]]) -> TrackedRun:
 def _list_tag(name: str, values: Iterable[Any]) -> dict[str, str]:
     text = ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
     return {name: text[:MAX_TAG]} if text else {}
-
-
-def find_best(config: Mapping[str, Any], evaluations: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    metric = str(config.get("best_metric", "loss"))
-    scored = [event for event in evaluations if type(event.get(metric)) in (int, float)]
-    if not scored:
-        return {}
-    best = (max if config.get("best_direction") == "max" else min)(scored, key=lambda event: event[metric])
-    return {f"best.{metric}": str(best[metric]), "best.step": str(best["step"])}
 
 
 def to_row(event: Mapping[str, Any]) -> Row:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from tests.report.chromium import Page
 from tests.report.made_run import START, eval_event, make_run, timed, train_event, usual_events
 
 MAX_POINTS = 800
+END = {"event": "end", "status": "completed", "exit_code": 0}
 CHARTS = "[...document.querySelectorAll('figure.chart .plot')]"
 # A chart's curves, without what is drawn behind and above them.
 CURVES = CHARTS + ".find((c) => c.dataset.title === TITLE).data.filter((t) => t.showlegend && t.visible)"
@@ -341,3 +346,23 @@ def test_the_printed_page_keeps_its_charts(browser: Page, run: Path, tmp_path: P
     heights = browser.evaluate(CHARTS + ".map((c) => c.querySelector('.main-svg').getBoundingClientRect().height)")
     assert len(heights) == 5
     assert min(heights) > 100
+
+
+def test_many_runs_are_ranked_with_their_settings(browser: Page, tmp_path: Path) -> None:
+    """With RINGTRAIN_PICTURE=docs/sweep.png the test writes the picture of the docs."""
+    runs, draw = [], random.Random(1)
+    for lr, seed, name in itertools.product((0.1, 0.03, 0.01, 0.001), (1, 2, 3), ("adam", "sgd")):
+        accuracy = 1 / (1.05 + abs(math.log10(lr / 0.02)) + (name == "sgd") / 5 + draw.random() / 20)
+        events = timed([START, *map(train_event, range(1, 11)), eval_event(10, accuracy=round(accuracy, 4)), END])
+        settings = {"seed": seed, "optimizer": {"name": name, "lr": lr}}
+        runs.append(make_run(tmp_path / f"lr={lr},seed={seed},name={name}", events, **settings))
+    write_report(runs, tmp_path / "report.html")
+    browser.show(tmp_path / "report.html", width=1000, height=760)
+    browser.screenshot(Path(os.environ.get("RINGTRAIN_PICTURE", tmp_path / "sweep.png")), beyond_viewport=False)
+    assert browser.evaluate("document.querySelectorAll('.coordinates polyline').length") == 24
+    first = "[...document.querySelectorAll('table.compared')][0].querySelectorAll('tbody tr')[0].innerText.split('\\t')"
+    assert [cell.strip() for cell in browser.evaluate(first)[1:]] == ["0.8125", "adam", "0.03", "2", "completed"]
+    colours = "['.coordinates polyline.run-0', '.swatch.run-0'].map((s) => getComputedStyle(document.querySelector(s)))"
+    assert browser.evaluate(f"{colours}.map((s, i) => i ? s.backgroundColor : s.stroke)") == ["rgb(31, 131, 201)"] * 2
+    assert browser.evaluate("document.querySelectorAll('.toolbar input[name=run]').length") == 6
+    assert browser.evaluate(OVERFLOW) == 0

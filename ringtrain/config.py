@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -267,6 +268,9 @@ class Config:
     cache: Literal["none", "memory", "node"] = "none"
     """what keeps decoded images: a file on each node, decoded before the training, or each rank's memory"""
 
+    copy_to: str | None = None
+    """address such as s3://bucket/runs, for fsspec, that gets a copy of each checkpoint, of the log and the report"""
+
     tracker: str = "none"
     """experiment trackers that get the log: mlflow, wandb or trackio, several with commas between"""
 
@@ -298,6 +302,11 @@ class Config:
                     f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)}; give one of the two."
                 )
         trackers_of(self.tracker)
+        if self.copy_to is not None and not re.fullmatch(r"[a-z0-9]+://[^@\s]+", self.copy_to):
+            raise UsageError(
+                f"copy_to is {self.copy_to!r}; it must be an address such as s3://bucket/runs, without user names, "
+                "passwords and keys. Those come from the store's own environment variables."
+            )
         if (self.backend, self.compression) == ("horovod", "bf16"):
             raise UsageError(
                 "compression is 'bf16' and backend 'horovod', which has no bfloat16. Use --compression fp16."

@@ -49,7 +49,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "data": ("data_dir", "synthetic", "cache", "on_bad_sample"),
     "evaluation and saving": (
         "log_every", "profile", "eval_every_epochs", "eval_every", "best_metric", "best_direction", "stop_after",
-        "checkpoint_every", "keep", "max_hours", "tracker",
+        "checkpoint_every", "keep", "max_hours", "copy_to", "tracker",
     ),
     "optimizer": (
         "optimizer.name", "optimizer.lr", "optimizer.lr_scale", "optimizer.warmup_epochs", "optimizer.schedule",

@@ -35,7 +35,7 @@ FREE_SETTINGS = {
     "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
     "detached", "exit_timeout", "hang_timeout", "init_from", "jit_compile",
     "keep", "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "profile", "resume",
-    "shard_optimizer", "steps_per_call", "stop_after", "tracker",
+    "copy_to", "shard_optimizer", "steps_per_call", "stop_after", "tracker",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}
 MAX_SIZE = 2**53

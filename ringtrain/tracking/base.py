@@ -15,7 +15,9 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.defects import describe_defect
 
 PROJECT = "ringtrain"
-SECRETS = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY")
+SECRETS = (
+    "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+)  # fmt: skip
 # MLflow tries for minutes otherwise.
 DEFAULTS = {
     "MLFLOW_LOGGING_LEVEL": "ERROR", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -59,6 +61,19 @@ def require_installed(names: Sequence[str]) -> None:
             raise UsageError(
                 f"tracker is {name!r}, which is not installed. Install it: pip install 'ringtrain[{name}]'"
             )
+
+
+def require_store(address: str | None) -> None:
+    """Raise UsageError if the packages for an address are not installed."""
+    if address is None:
+        return
+    try:
+        import fsspec
+
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(address))
+    except (ImportError, ValueError) as error:
+        remedy = "Install it: pip install 'ringtrain[s3]'" if address.startswith("s3:") else "Install its package."
+        raise UsageError(f"copy_to is {address!r}, which cannot be used: {error}. {remedy}") from None
 
 
 def describe_failure(error: Exception) -> str:

@@ -45,7 +45,7 @@ class SenderBusyError(RingtrainError):
 
 
 @contextlib.contextmanager
-def open_feed(path: Path, name: str, *, begun: float = 0.0) -> Iterator[Feed]:
+def locked(path: Path, name: str) -> Iterator[None]:
     """Raise SenderBusyError while another process sends this run to this tracker."""
     with open(open_descriptor(path / f".tracker-{name}.lock", os.O_RDWR | os.O_CREAT), "rb") as lock:
         try:
@@ -55,7 +55,7 @@ def open_feed(path: Path, name: str, *, begun: float = 0.0) -> Iterator[Feed]:
             raise SenderBusyError(f"{who} Wait until it has ended.") from None
         except OSError:  # a file system without locks
             pass
-        yield Feed(path, name, begun=begun)
+        yield
 
 
 class Feed:

@@ -6,6 +6,7 @@ A process, since a tracker's package takes seconds to import and may hold Python
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import shlex
@@ -16,15 +17,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime.processes import MEANT_FOR_RANK, PACKAGES
 from ringtrain.tracking.base import DEFAULTS, describe_failure
-from ringtrain.tracking.feed import Feed, SenderBusyError, open_feed
+from ringtrain.tracking.feed import Feed, SenderBusyError, locked
+
+if TYPE_CHECKING:
+    from ringtrain.tracking.copying import Copy
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
-LAST_SECONDS = 10.0  # for the last events and files, when the run has ended
-SEND_SECONDS = 120  # of a tracker's call
+LAST_SECONDS, LAST_COPY_SECONDS = 10.0, 50.0  # for the last events and files, when the run has ended
+SEND_SECONDS = 120  # of a tracker's call, or a chunk of a file
 
 
 @contextlib.contextmanager
@@ -39,14 +44,14 @@ def following(path: Path, trackers: Sequence[str], warn: Callable[[str], None]) 
     try:
         yield
     finally:
-        end = time.monotonic() + LAST_SECONDS
+        now = time.monotonic()
         for process in processes.values():
             assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.write(b"\n")  # its end alone may not come: forked processes keep the pipe open
                 process.stdin.close()
         for name, process in processes.items():
-            if finish(process, end) != 0:
+            if finish(process, now + last_seconds(name)) != 0:
                 warn(f"{name} did not take all. The next start sends the rest, or: {describe_way_on(path, name)}")
 
 
@@ -71,6 +76,10 @@ def finish(process: subprocess.Popen[bytes], end: float) -> int | None:
     return None
 
 
+def last_seconds(name: str) -> float:
+    return LAST_COPY_SECONDS if "://" in name else LAST_SECONDS
+
+
 def end_session(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -88,22 +97,23 @@ def main(path: str, begun: str, name: str) -> None:
     messages = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     is_over = threading.Event()
-    threading.Thread(target=wait_for_end, args=(os.getppid(), is_over), daemon=True).start()
+    threading.Thread(target=wait_for_end, args=(os.getppid(), is_over, last_seconds(name)), daemon=True).start()
     opened = contextlib.ExitStack()  # until this process ends
-    feed: Feed | None = None
+    move = functools.partial(signal.alarm, SEND_SECONDS)
+    feed: Feed | Copy | None = None
     pause, has_warned = PAUSE_SECONDS, False
     while True:
         is_last = is_over.is_set()
         signal.alarm(SEND_SECONDS)  # ends this process, even while a call holds Python's lock
         try:
-            feed = feed or opened.enter_context(open_feed(Path(path), name, begun=float(begun)))
+            feed = feed or opened.enter_context(open_sender(Path(path), name, begun=float(begun), move=move))
             feed.send(ends=is_last)
             pause, has_warned, is_sent = PAUSE_SECONDS, False, True
         except Exception as error:
             # The process of the former start may live for LAST_SECONDS.
             waits = isinstance(error, SenderBusyError) and time.time() < float(begun) + 2 * LAST_SECONDS
             if not has_warned and not waits:
-                text = escape(f"{name} takes nothing: {describe_failure(error)} Training goes on.")
+                text = escape(f"{name} takes nothing: {describe_failure(error).rstrip('.')}. Training goes on.")
                 os.write(messages, f"ringtrain: warning: {text}\n".encode())
             pause, has_warned, is_sent = pause if waits else min(2 * pause, LONGEST_PAUSE_SECONDS), not waits, False
         signal.alarm(0)
@@ -112,7 +122,21 @@ def main(path: str, begun: str, name: str) -> None:
         is_over.wait(pause)
 
 
-def wait_for_end(parent: int, is_over: threading.Event) -> None:
+@contextlib.contextmanager
+def open_sender(
+    path: Path, name: str, *, begun: float = 0.0, move: Callable[[], object] = lambda: None
+) -> Iterator[Feed | Copy]:
+    """``name``: a tracker, or the address of a store. Raise SenderBusyError while another process sends to it."""
+    with locked(path, "copy" if "://" in name else name):
+        if "://" in name:
+            from ringtrain.tracking.copying import Copy
+
+            yield Copy(path, name, move=move)
+        else:
+            yield Feed(path, name, begun=begun)
+
+
+def wait_for_end(parent: int, is_over: threading.Event, seconds: float) -> None:
     """Set ``is_over`` when the run has written its last file, or its process has been killed.
 
     Launchers wait for this process, so it ends soon after.
@@ -120,5 +144,5 @@ def wait_for_end(parent: int, is_over: threading.Event) -> None:
     while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
         pass
     is_over.set()
-    time.sleep(LAST_SECONDS)
+    time.sleep(seconds)
     end_session(os.getpid())

@@ -26,7 +26,7 @@ from ringtrain.runtime.time_limit import find_limits
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import Console, open_console
 from ringtrain.terminal.startup import describe_start
-from ringtrain.tracking.base import require_installed
+from ringtrain.tracking.base import require_installed, require_store
 from ringtrain.tracking.follower import following
 from ringtrain.training.ending import early_end, recording_end, report_error, write_end_at_hang, write_warning
 from ringtrain.training.joining import Prepared, joined
@@ -80,9 +80,11 @@ def opened_together(
 
     opened: list[OpenedRun] = []
     trackers = trackers_of(config.tracker)
+    senders = [*trackers, *([config.copy_to] if config.copy_to else [])]
 
     def open_on_rank0() -> dict[str, Any]:
         require_installed(trackers)
+        require_store(config.copy_to)
         opened.append(open_run(config))
         start = opened[0].start
         record_start(Path(start.path), step=start.step, is_complete=start.is_complete)
@@ -96,7 +98,7 @@ def opened_together(
         write_end=functools.partial(write_end_at_hang, run, start),
         warn=functools.partial(write_warning, run, console) if run else None,
     )
-    to_follow = [] if start.is_complete else trackers
+    to_follow = [] if start.is_complete else senders
     followed = following(run.path, to_follow, console.line) if run else contextlib.nullcontext()
     with followed, recording_end(run, start.is_complete, requests, collective.world, console):
         session = RunSession(

@@ -13,8 +13,8 @@ from ringtrain.cli import main
 from ringtrain.config import trackers_of
 from ringtrain.errors import UsageError
 from ringtrain.tracking.base import Row, TrackedRun, describe_failure
-from ringtrain.tracking.feed import Feed, SenderBusyError, open_feed
-from ringtrain.tracking.follower import following
+from ringtrain.tracking.feed import Feed, SenderBusyError
+from ringtrain.tracking.follower import following, open_sender
 
 
 class Memory:
@@ -130,10 +130,10 @@ def test_one_process_sends_at_a_time(
 ) -> None:
     monkeypatch.setattr("ringtrain.tracking.feed.create_tracker", lambda name: Memory())
     monkeypatch.setattr("ringtrain.commands.track.require_installed", lambda names: None)
-    with open_feed(run, "mlflow"):
+    with open_sender(run, "mlflow"):
         assert main(["track", str(run), "--to", "mlflow"]) == 1
         assert f"another process is sending {str(run)!r} to mlflow" in capsys.readouterr().err
-        with pytest.raises(SenderBusyError), open_feed(run, "mlflow"):
+        with pytest.raises(SenderBusyError), open_sender(run, "mlflow"):
             pass
     assert main(["track", str(run), "--to", "mlflow"]) == 0
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_sent_is_refused(
     monkeypatch.setattr("ringtrain.commands.track.require_installed", lambda names: None)
     assert main(["track", *(str(run) if word == "RUN" else word for word in words)]) == 2
     said = capsys.readouterr().err
-    assert "is no run directory" in said or "to is 'none'; it must be mlflow or " in said
+    assert "is no run directory" in said or "to is 'none'; it must be mlflow, wandb, trackio or an address" in said
 
 
 def test_a_tracker_that_does_not_work_costs_a_warning(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

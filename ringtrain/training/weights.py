@@ -122,7 +122,8 @@ def name_as_in_model(saved: Loaders, model: keras.Model, weights: Mapping[str, k
         for number, variable in own.items():
             if id(variable) in names:
                 owner = variable.path.removeprefix(f"{model.name}/").rpartition("/")[0]
-                found = [name for name in saved if f"/{name}".endswith(f"/{owner}/{number}".replace("//", "/"))]
+                ending = f"/{owner}/{number}" if owner else f"/{KIND}{number}"
+                found = [name for name in saved if f"/{name}".endswith(ending)]
                 renamed |= {name: names[id(variable)] for name in found if len(found) == 1}
     return {renamed.get(name, name): value for name, value in saved.items()}
 

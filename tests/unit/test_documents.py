@@ -69,10 +69,13 @@ def test_the_front_page_is_short() -> None:
     assert len(README.encode()) <= 6144
 
 
-def test_each_listing_is_an_example_and_each_example_is_shown() -> None:
+def test_each_listing_is_an_example_and_each_example_is_listed_or_linked() -> None:
     examples = {path.name: path.read_text() for path in (ROOT / "examples").iterdir() if path.is_file()}
-    assert dict(LISTINGS) == examples
-    assert len(LISTINGS) == len(examples)
+    listed = dict(LISTINGS)
+    assert len(LISTINGS) == len(listed)
+    assert listed == {name: examples.get(name) for name in listed}
+    pages = [document.read_text() for document in DOCUMENTS]
+    assert [name for name in examples.keys() - listed if not any(f"examples/{name})" in page for page in pages)] == []
 
 
 def public_values() -> dict[str, Any]:

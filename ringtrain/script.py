@@ -36,9 +36,9 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
         if __name__ == "__main__":
             result = ringtrain.train(Moons, {"epochs": 5, "optimizer": {"lr": 0.02}})
 
-    Every rank must call this once, with the same arguments, before TensorFlow computes anything, so that each can get
-    its own GPU or cores. Stop requests, resuming, run directory and exit codes are the command line's; if the run fails
-    or stops early, the script exits with one line and the exit code (``SystemExit``).
+    Every rank must call this once, with the same arguments, before TensorFlow computes anything. Stop requests,
+    resuming, run directory and exit codes are the command line's; if the run fails or stops early, the script exits
+    with one line and the exit code (``SystemExit``).
 
     Args:
         workload: a workload, or its class.

@@ -174,7 +174,6 @@ def take_and_spread(
 
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
-    """Accept tensors and variable handles."""
     dtype = tensor.dtype
     if dtype == tf.resource:
         data = getattr(tensor, "_handle_data", None)

@@ -192,7 +192,6 @@ def require_size(world: World, who: str, size: int) -> None:
 
 
 def gather_by_mpi(value: Any) -> list[Any]:
-    """Gather JSON values."""
     joined, counts = _gather_rows(np.frombuffer(json.dumps(value).encode(), np.uint8))
     return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(counts)[:-1])]
 

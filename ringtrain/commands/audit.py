@@ -45,14 +45,12 @@ class Options:
 
 
 def read(arguments: Sequence[str], world: World) -> tuple[Options, list[str]]:
-    """Return options, and the script's own arguments."""
     split = [*arguments, "--"].index("--")
     words = ["--np" if word == "-np" else word for word in arguments[:split]]
     return Options(**parse_arguments(Options, words, world)), list(arguments[split + 1 :])
 
 
 def audit_script(arguments: Sequence[str], world: World) -> int:
-    """Start the ranks, and return their verdict's exit code."""
     options, rest = read(arguments, world)
     for name, least in (("np", 2), ("steps", 1), ("max_mebibytes", 1)):
         if (value := getattr(options, name)) < least:
@@ -81,7 +79,6 @@ def audit_script(arguments: Sequence[str], world: World) -> int:
 
 
 def main(arguments: Sequence[str], world: World) -> int:
-    """Run the script on this rank, and write the verdict."""
     options, rest = read(arguments, world)
     from ringtrain.keras.auditing.session import Auditor, watching
 

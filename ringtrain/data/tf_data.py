@@ -187,9 +187,8 @@ def from_dataset(
 ) -> Feed:
     """Train on a ``tf.data.Dataset``.
 
-    **One dataset of samples** (not batches), the same on every rank. Each rank takes its slice of every
-    ``--global_batch_size`` samples: N ranks train exactly what one trains, and resume on any number of ranks. Every
-    rank reads all samples; if that is too slow, use a function.
+    **One dataset of samples** (not batches), the same on every rank. Every rank reads all samples and takes its slice
+    of every ``--global_batch_size``: N ranks train exactly what one trains, and resume on any number of ranks.
 
     **A function of the epoch** that returns this rank's batches, sharded by ``of.rank`` and ``of.size``, shuffled by
     ``of.seed`` and ``of.epoch``, in batches of ``of.local_batch_size``. Batch sizes and numbers of steps may differ

@@ -2,7 +2,7 @@
 
 An iterator, for an epoch or (with ``steps_per_epoch``) all epochs, restores its state if it can. Otherwise earlier
 iterators are started, to repeat their reshuffling, and the trained batches are skipped. Python's and NumPy's generators
-get their states from the iterator's creation, or the checkpoint's if nothing is read.
+are restored too.
 """
 
 from __future__ import annotations

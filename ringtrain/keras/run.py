@@ -37,10 +37,9 @@ class Run(keras.callbacks.Callback):
 
         model.fit(batches, epochs=90, callbacks=[hvd.callbacks.Run("runs/mine")])
 
-    The same script, started again, resumes with the next batch: weights, optimizer, metrics, dropout's seeds, and
-    counters of EarlyStopping, ReduceLROnPlateau and ModelCheckpoint. On SIGTERM, Slurm's warning, the end of the
-    allocation or a file ``stop``, the run saves after the current step and exits with code 75. A non-finite loss ends
-    it with exit code 4 at the next log line, unsaved. For a complete run, ``fit`` restores its weights and returns.
+    The same script, started again, resumes with the next batch. On SIGTERM, Slurm's warning, the end of the allocation
+    or a file ``stop``, the run saves after the current step and exits with code 75. A non-finite loss ends it with exit
+    code 4 at the next log line, unsaved. For a complete run, ``fit`` restores its weights and returns.
 
     A resume is exact (bit for bit on as many ranks) if the pipeline yields the same batches. Another number of ranks
     restarts the epoch. See docs/fit.md.

@@ -21,6 +21,5 @@ def escape_message(text: str) -> str:
 
 
 def escape_block(text: str) -> str:
-    """Escape several lines, such as a traceback."""
     lines = map(escape, COLOUR.sub("", text).split("\n"))
     return "\n".join(f"  {line}" if line.startswith(OUR_MARKS) else line for line in lines)

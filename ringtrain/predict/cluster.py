@@ -90,7 +90,6 @@ class Cluster:
         return within.ring(num_bytes, inside) + min(between.ring(num_bytes, nodes), between.tree(num_bytes, nodes))
 
     def scaled(self, share: float) -> Cluster:
-        """Return links that reach this share of their rate."""
         of_node = share * (TCP_SHARE if self.tcp else 1.0)
         return replace(self, device_gbit=self.device_gbit * share, node_gbit=self.node_gbit * of_node)
 

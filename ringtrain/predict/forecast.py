@@ -1,7 +1,7 @@
 """The time of a step on more devices.
 
-A step takes the compute of its slowest device, and the communication that the backward pass does not hide. How much it
-hides is unknown: a forecast lies between all that the groups of the reduction allow, and nothing.
+A step takes the compute of its slowest device, and the communication that the backward pass does not hide: between none
+and all that the groups of the reduction allow to hide.
 """
 
 from __future__ import annotations

@@ -111,7 +111,6 @@ def _layout(
 
 
 def _along_time(run: DrawnRun, size: int) -> DrawnRun:
-    """Replace steps by time in units of ``size`` seconds."""
     marks = [replace(mark, step=mark.elapsed / size) for mark in run.marks if mark.elapsed is not None]
     starts = [mark.step for mark in marks if mark.kind == "restart"]
     curves = {}
@@ -129,7 +128,6 @@ def _along_time(run: DrawnRun, size: int) -> DrawnRun:
 
 
 def _traces(chart: Chart, runs: Sequence[DrawnRun], place: int) -> Iterator[dict[str, Any]]:
-    """Curves of a run with bands, and crosses for non-finite values."""
     run = runs[place]
     for number, key in enumerate(chart.curves):
         if key not in run.curves:
@@ -173,7 +171,6 @@ def _outline(x: Numbers, lows: Numbers, highs: Numbers) -> dict[str, Any]:
 
 
 def _marks(runs: Sequence[DrawnRun]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Lines and glyphs, side by side at the same step."""
     taken: Counter[float] = Counter()
     for place, run in enumerate(runs):
         for mark in run.marks:

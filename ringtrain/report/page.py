@@ -77,7 +77,6 @@ def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -
 
 
 def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Directory names, or paths if ambiguous."""
     short = [path.resolve().name or str(path) for path in paths]
     return short if len(set(short)) == len(short) else [str(path) for path in paths]
 
@@ -121,7 +120,6 @@ def _template() -> Any:
 
 @functools.cache
 def _own_files() -> tuple[str, list[str]]:
-    """Return style and programs, which the page permits by digest."""
     colours = {f"run-{place}": colour for place, colour in enumerate(RUN_COLOURS)}
     colours |= {f"part-{kind}": colour for kind, colour in PART_COLOURS.items()}
     style = (TEMPLATE / "page.css").read_text(encoding="utf-8")

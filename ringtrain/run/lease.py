@@ -1,7 +1,7 @@
 """The lease of a run directory: one writer at a time; a former writer notices.
 
-A holder claims the next number by creating a file, which only one process can. The highest number holds the lease:
-holders of others stop writing. Holders touch their file regularly, so that lost hosts expire.
+A holder claims the next number by creating a file; the highest number holds the lease. Holders touch their file
+regularly, so that lost hosts expire.
 """
 
 from __future__ import annotations

@@ -90,7 +90,6 @@ def read_end(directory: Path) -> EndRecord | None:
 
 
 def clear(directory: Path) -> None:
-    """Remove messages of an earlier start."""
     for name in (RUN_FILE, END_FILE, SIGNAL_FILE):
         (directory / name).unlink(missing_ok=True)
 

@@ -1,9 +1,8 @@
 """Limit on how long user code keeps a finished process alive.
 
 At exit, Python waits without limit for non-daemon threads, ``multiprocessing`` children and ``atexit`` handlers. A
-daemon thread gives them ``--exit_timeout`` seconds, reports them, and ends the process with its exit code. It counts
-its own ticks, not time in which the process is stopped. If no Python thread can run, a timer of the C library ends the
-process.
+daemon thread gives them ``--exit_timeout`` seconds (in its own ticks), reports them, and ends the process with its exit
+code. If no Python thread can run, a timer of the C library ends the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stop requests: signals, the file ``stop`` in the run directory, time limits, and the launcher's end.
 
 A thread waits for signals by the wake-up pipe: Python's handlers do not run during C calls such as a training step. A
-request sets a flag, sent in the control vector, so that all ranks save at the same step. Before the first step, signals
-except SIGUSR1 end the process at once. ``nohup`` keeps SIGHUP ignored.
+request is sent in the control vector, so that all ranks save at the same step. Before the first step, signals except
+SIGUSR1 end the process at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Several training steps in one call: a loop in the graph, which also reads the batches.
 
-A small step takes less time than Python needs between two of them. Each pass of the loop is the same traced step, so
-that the results are bit-identical to those of single calls.
+Each pass of the loop is the same traced step, so that the results are bit-identical to those of single calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The compiled training step: forward, backward, reduction, finite check, update.
 
 The sum over ranks of gradients of (sum of local losses) / (*global* number of samples) is exactly the gradient of the
-global mean, even for unequal local batches. The control vector is reduced with the gradients; all decisions use reduced
-numbers.
+global mean, even for unequal local batches. All decisions use numbers that are reduced with the gradients.
 """
 
 from __future__ import annotations

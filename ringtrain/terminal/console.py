@@ -31,7 +31,6 @@ class Console:
         self.block(escape_message(text))
 
     def block(self, text: str) -> None:
-        """Print escaped, perhaps coloured text."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return

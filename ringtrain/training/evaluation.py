@@ -37,7 +37,6 @@ class EvalReport:
 
     @property
     def values(self) -> dict[str, float]:
-        """Candidates for ``best_metric``."""
         return {"loss": self.loss, "data_loss": self.data_loss, **self.metrics}
 
 

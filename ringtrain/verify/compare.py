@@ -1,19 +1,16 @@
 """``ringtrain verify``: check that N processes train the same as one.
 
 Each world size trains the same global batches. In float64, weights, slots, losses, evaluation, replicas and the ledger
-of samples must agree to 1e-10 after any number of steps; in float32, whose rounding grows without bound, after one.
-Other paths, precisions and compression are separate trials (``verify/trials.py``).
+of samples must agree to 1e-10 after any number of steps; in float32 after one. Other paths, precisions and compression
+are separate trials (``verify/trials.py``).
 
-Differences are relative to the scale of rounding. Large terms of a gradient may cancel, as for an attention's key bias,
-or a bias before batch normalization. So a tensor's scale is the largest value of its kind (weights, or one kind of
-slots) in its layer, or 1e-4 of the model's largest.
+Large terms of a gradient may cancel, as for an attention's key bias. So differences are relative to the largest value
+of a tensor's kind (weights, or one kind of slots) in its layer, or to 1e-4 of the model's largest.
 
 Optimizers may amplify such a gradient: Lion takes its sign, Adam divides by its size. So the reference trains again
 from weights changed in their last bit. A difference below ``noise_factor`` times the effect is not determined by the
 training; such tensors are named, and their gradients compared by accumulating slots and the float32 step of plain SGD.
 Losses do not depend on such weights and get little tolerance, which unseeded random numbers exceed.
-
-``--oracle`` also compares one process with plain Keras (``verify/oracle.py``), for defects common to all world sizes.
 """
 
 from __future__ import annotations

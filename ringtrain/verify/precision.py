@@ -1,7 +1,6 @@
 """Parts of a model that compute in a narrower type than the run.
 
-Keras loss objects have the type of their creation, ``Activation("softmax", dtype="float32")`` its own, and a policy set
-in ``create_model`` affects all layers. ``widened`` overrides these and casts. ``find_narrow`` finds the rest, and the
+``widened`` overrides the types of loss objects, layers and policies, and casts. ``find_narrow`` finds the rest, and the
 comparison permits their rounding.
 """
 

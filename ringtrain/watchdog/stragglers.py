@@ -2,8 +2,8 @@
 
 On cores each rank measures its steps without its waits for other ranks. Where these are not measured (deterministic
 mode, ``fit``, GPUs, ranks that wait for each other within a model), it samples if one of its threads is runnable
-(proc(5): state R): always on a slow rank, not on waiting ones. Not detected then: waits too short to sleep, and GPU
-work.
+(proc(5): state R): always on a slow rank, not on waiting ones (except in waits too short to sleep). GPU work is not
+detected.
 """
 
 from __future__ import annotations

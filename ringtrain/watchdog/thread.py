@@ -1,8 +1,7 @@
 """The watchdog thread of each rank, which ends hung runs.
 
-Rank 0 hears all ranks and judges; if it is missing, each rank does. After ``--hang_timeout`` without progress ranks
-write their stacks, rank 0 reports all phases, and all exit with code 6. Time is counted in ticks: a stopped process
-detects no hang.
+Rank 0 hears all ranks and judges; if it is missing, each rank does. Time is counted in ticks: a stopped process detects
+no hang.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Interface of a workload: a class with a model, its data and its loss.
 
-Derive from ``Workload``, define ``create_model``, ``create_sources`` and ``loss``, and run ``python -m ringtrain
---workload path/to/file.py:YourClass``.
+Run your own by ``python -m ringtrain --workload path/to/file.py:YourClass``.
 """
 
 from __future__ import annotations

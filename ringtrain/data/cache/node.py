@@ -1,6 +1,6 @@
 """Decoded samples in one file per node, mapped by all its ranks.
 
-The ranks fill a temporary file together, then rename it: the final name, of the samples and mtimes, means complete.
+The ranks fill a temporary file together, then rename it; the name depends on the samples and mtimes.
 Meanwhile local rank 0 holds a lock: the next run removes unlocked partial files, and files unused for a month. Runs
 never wait for each other.
 """

@@ -68,7 +68,6 @@ class Recording:
         return any(not each.accumulation.is_complete() for each in self.exchanges if each.accumulation)
 
     def all_variables(self) -> dict[Hashable, Any]:
-        """Return all that a step may change."""
         slots = [variable for optimizer in self.optimizers for variable in optimizer.variables]
         return self.variables | self.written | {variable_key(variable): variable for variable in slots}
 

@@ -116,7 +116,6 @@ class Auditor:
         return all(each.passes for each in differences) and not any(cause.is_wrong for cause in self.find_causes())
 
     def describe(self) -> list[str]:
-        """Return the lines of the verdict."""
         if not self.results:
             return [f"audit: nothing was compared: {self.why_not or 'no repeated step that updates weights was seen'}"]
         ranks = self.results[0]

@@ -37,9 +37,9 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
 
     **Map-style**: a ``grain.MapDataset``, a data source such as ``grain.sources.ArrayRecordDataSource``, or any object
     with ``len(samples)`` and ``samples[number]``, a pair (x, y). As for arrays, ringtrain chooses the order, N ranks
-    train exactly what one trains, and runs resume at any step, on any number of ranks, without rereading. Samples that
-    raise are reported, or skipped with ``--on_bad_sample skip``. ``samples[number]`` must be deterministic,
-    thread-safe, and not reuse memory. Leave out ``shuffle``, ``repeat`` and ``batch``.
+    train exactly what one trains, and runs resume on any number of ranks. Samples that raise are reported, or skipped
+    with ``--on_bad_sample skip``. ``samples[number]`` must be deterministic, thread-safe, and not reuse memory. Leave
+    out ``shuffle``, ``repeat`` and ``batch``.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     another iterable, sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``), following ``of.seed``

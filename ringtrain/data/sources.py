@@ -180,10 +180,8 @@ def from_generator(
 ) -> Feed:
     """Stream each rank's own generator.
 
-    Batch sizes and numbers of steps may differ between ranks: each step is the exact mean over all ranks' samples.
-
-    A resumed run needs as many ranks, and replays the pass, which must be deterministic: restart random generators with
-    it.
+    Batch sizes and numbers of steps may differ between ranks: each step is the exact mean over all ranks' samples. A
+    resumed run needs as many ranks, and replays the pass, which must be deterministic.
 
     Args:
         generate: (rank, size) -> iterator of batches (x, y): arrays [n, ...], or tuples or dicts of arrays; types and

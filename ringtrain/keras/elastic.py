@@ -11,7 +11,7 @@
     train(hvd.elastic.KerasState(model, batch=0, epoch=0))
 
 Start it by ``horovodrun --min-np N --host-discovery-script ...``. The interface is that of
-``horovod.tensorflow.keras.elastic``, which needs Keras 2.
+``horovod.tensorflow.keras.elastic``.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Exchange:
     def join(self, *, had_batch: bool) -> None:
         """Contribute zeros to the other ranks' sums until all ranks have joined.
 
-        Horovod's join fails: from its second call on, a rank may leave it while others wait (seen with 0.28.1).
+        Horovod's join fails from its second call on (seen with 0.28.1): a rank may leave it while others wait.
 
         Raises:
             UsageError: this rank had no batch, and does not know the others' sums.

@@ -135,7 +135,7 @@ def test_the_command_compares_with_a_plain_keras_loop(run_ringtrain: RunRingtrai
 def test_layers_that_differ_by_design_are_named_and_disabled(collective: Any) -> None:
     from tests.world.workloads.small import DropoutAndBatchNorm
 
-    findings, notes = findings_of(DropoutAndBatchNorm(), collective)
+    findings, notes = findings_of(DropoutAndBatchNorm(), collective, trials=("float64",))
     assert all(finding.passes for finding in findings), findings
     if collective.world.is_rank0:
         assert [note.split(":")[0] for note in notes] == ["normalization", "dropout"]
@@ -207,7 +207,8 @@ def test_exclusions_from_the_comparison_are_listed(collective: Any) -> None:
     from ringtrain.verify.compare import describe_findings
     from tests.world.workloads.small import OwnStep
 
-    records = records_of(OwnStep(), collective, compression="fp16", optimizer={"name": "sgd", "lr": 0.1})
+    trials, sgd = ("own", "float64-sharded"), {"name": "sgd", "lr": 0.1}
+    records = records_of(OwnStep(), collective, trials=trials, compression="fp16", optimizer=sgd)
     if collective.world.is_rank0:
         lines, passed = describe_findings([1, 2], records)
         assert passed, lines
@@ -318,9 +319,8 @@ def test_the_step_tests_find_defects_shared_by_all_ranks(collective: Any) -> Non
 def test_weights_with_a_rounding_gradient_are_no_difference(collective: Any, name: str, optimizer: str) -> None:
     from tests.world.workloads import small
 
-    findings, _ = findings_of(
-        getattr(small, name)(), collective, optimizer={"name": optimizer, "lr": 0.01}, global_batch_size=26
-    )
+    settings: dict[str, Any] = {"optimizer": {"name": optimizer, "lr": 0.01}, "global_batch_size": 26}
+    findings, _ = findings_of(getattr(small, name)(), collective, trials=("float64",), **settings)
     assert all(finding.passes for finding in findings), findings
     named = [path for finding in findings for path in finding.undetermined]
     if optimizer == "lion" and collective.world.is_rank0:  # which takes the sign of rounding
@@ -336,6 +336,7 @@ def test_weights_decided_by_rounding_compare_by_gradient(collective: Any) -> Non
     findings, _ = findings_of(
         Normalized(),
         collective,
+        trials=("float64",),
         optimizer={"name": "lion", "lr": 0.01},
         global_batch_size=26,
         defect="a bias' gradient doubled on rank 1",
@@ -401,7 +402,8 @@ def test_casts_are_named_and_compared_within_their_rounding(collective: Any, nam
         [note] = notes
         assert re.search(rf"narrow\.py:\d+: computes in {dtype}", note)
         assert ROUNDING[dtype].tolerance <= findings[0].tolerance < 1
-    wrong, _ = findings_of(getattr(narrow, name)(), collective, steps=4, defect="a duplicated sample")
+    options: dict[str, Any] = {"trials": ("float64",), "defect": "a duplicated sample"}
+    wrong, _ = findings_of(getattr(narrow, name)(), collective, steps=4, **options)
     if collective.world.is_rank0:
         assert not all(finding.passes for finding in wrong), wrong
 
@@ -492,7 +494,9 @@ def test_two_ranks_train_the_layers_of_keras_as_one_does(collective: Any, only: 
 
     workload = EveryLayer()
     workload.options = {"group": only, "only": ""} if only in GROUPS else {"group": "draw", "only": only}  # type: ignore[misc]
-    findings, _ = findings_of(workload, collective, steps=2, global_batch_size=5, optimizer={"name": "adam"})
+    trials = ("float64", "float32") if only in GROUPS else ("float64",)
+    settings: dict[str, Any] = {"steps": 2, "global_batch_size": 5, "optimizer": {"name": "adam"}}
+    findings, _ = findings_of(workload, collective, trials=trials, **settings)
     assert all(finding.passes for finding in findings), findings
 
 
@@ -539,7 +543,10 @@ def records_of(
 
     config = make_config({**SETTINGS, **settings}, workload.defaults)
     shared = defect if is_shared else None
-    one = _record_reference(workload, config, shared) if collective.world.is_rank0 else {}
+    one: dict[str, Any] = {}
+    if collective.world.is_rank0:
+        for name in sorted({"float64", *({"float32", "own"} & set(trials))}) if trials else [""]:
+            one |= _record_reference(workload, config, shared, name)
     with tempfile.TemporaryDirectory() as directory:
         with planted(defect, collective.world.rank):
             _record_trials(workload, config, collective, directory, trials)
@@ -566,14 +573,17 @@ def _record_trials(
 _references: dict[Any, dict[str, Any]] = {}
 
 
-def _record_reference(workload: Any, config: Any, defect: str | None) -> dict[str, Any]:
-    """Records of one process: computed once in this process for each workload, config and defect."""
+def _record_reference(workload: Any, config: Any, defect: str | None, trial: str) -> dict[str, Any]:
+    """Records of one process, of one trial or (``""``) of all.
+
+    They are computed once in this process for each workload, config and defect.
+    """
     from ringtrain.collectives.base import Solo
 
-    key = (type(workload), repr(getattr(workload, "options", None)), repr(config), defect)
+    key = (type(workload), repr(getattr(workload, "options", None)), repr(config), defect, trial)
     if key not in _references:
         with tempfile.TemporaryDirectory() as directory, planted(defect, 0):
-            _record_trials(workload, config, Solo(alone()), directory, is_reference=True)
+            _record_trials(workload, config, Solo(alone()), directory, [trial] if trial else [], is_reference=True)
             _references[key] = _load_records(directory)
     return _references[key]
 

@@ -53,9 +53,9 @@ def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -
         }
         for run, shown in zip(runs, drawn, strict=True)
     ]
-    style, programs = _own_files()
+    style, programs = read_own_files()
     differing, same = compare_settings([run.settings for run in runs])
-    return _template().render(
+    return load_template().render(
         runs=tables,
         num_runs=num_runs,
         ranking=ranking,
@@ -103,7 +103,8 @@ def embed_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _template() -> Any:
+@functools.cache
+def load_template() -> Any:
     with explaining_import("report"):
         import jinja2
 
@@ -119,7 +120,8 @@ def _template() -> Any:
 
 
 @functools.cache
-def _own_files() -> tuple[str, list[str]]:
+def read_own_files() -> tuple[str, list[str]]:
+    """Return style and programs, which the page permits by digest."""
     colours = {f"run-{place}": colour for place, colour in enumerate(RUN_COLOURS)}
     colours |= {f"part-{kind}": colour for kind, colour in PART_COLOURS.items()}
     style = (TEMPLATE / "page.css").read_text(encoding="utf-8")

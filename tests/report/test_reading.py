@@ -19,7 +19,7 @@ from ringtrain.cli import main
 from ringtrain.errors import STATUS_WORDS, RingtrainError
 from ringtrain.report.charts import describe_end, find_marks, plan_charts
 from ringtrain.report.figures import DrawnRun, make_figures
-from ringtrain.report.page import make_page
+from ringtrain.report.page import load_template, make_page
 from ringtrain.report.ranking import rank
 from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord, choose_settings, parse_events, read_run
@@ -387,6 +387,7 @@ def test_a_package_that_does_not_load_is_named(
 ) -> None:
     make_run(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "jinja2", None)
+    load_template.cache_clear()
     assert main(["report", str(tmp_path / "run")]) == 2
     assert "what report needs cannot be loaded: ModuleNotFoundError: import of jinja2" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -25,6 +26,8 @@ class Scratch:
         self._directory = tempfile.mkdtemp(prefix="ringtrain-")
         os.chmod(self._directory, 0o755)  # as /tmp: tests look at files as another user
         os.environ["TMPDIR"] = tempfile.tempdir = self._directory
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles all tests and ringtrain anew
+        sys.dont_write_bytecode = False
 
     def pytest_unconfigure(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

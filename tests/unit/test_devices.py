@@ -35,6 +35,7 @@ from ringtrain.runtime.devices import (
 )
 from ringtrain.runtime.machine import Machine, claim_cores, format_cores, read_cgroup_quota, read_machine
 from ringtrain.runtime.world import World
+from tests.world.processes import REPOSITORY, clean_environment, run_command
 
 
 def local_world(local_rank: int, local_size: int) -> World:
@@ -519,12 +520,14 @@ def test_a_device_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch
     assert caught.value.exit_code == 1
 
 
-def test_tensorflow_without_eager_execution_is_refused() -> None:
+def test_tensorflow_without_eager_execution_is_refused(tmp_path: Path) -> None:
     """As a workload's file may leave it, when it is imported."""
     script = (
         "import tensorflow as tf; tf.compat.v1.disable_eager_execution()\n"
         "from ringtrain.runtime.devices import start_tensorflow\n"
         "start_tensorflow(None, None)"
     )
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    finished = run_command(command, env=clean_environment(PYTHONPATH=str(REPOSITORY)), timeout=60)
     assert "UsageError: TensorFlow's eager execution is off" in finished.stderr

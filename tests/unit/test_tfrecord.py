@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from ringtrain.data.formats.tfrecord import TFRecordSource, load_tfrecords
 from ringtrain.data.formats.tfrecord_index import masked_crc32c
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
+from tests.world.processes import REPOSITORY, clean_environment, run_command
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 5, 7, 3), np.uint8)
 LABELS = np.arange(12) % 3
@@ -412,7 +412,9 @@ def test_the_index_of_read_only_data_is_in_the_user_s_cache(
     np.testing.assert_array_equal(tfrecord_index.load_index(paths, caches).entries, index.entries)
 
 
-def test_a_length_that_is_not_true_is_an_error_and_no_crash(tmp_path: Path) -> None:
+def test_a_length_that_is_not_true_is_an_error_and_no_crash(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """With the right checksum: TensorFlow's reader asks for so much memory, and the process dies."""
     for length in (100, 2**33, 2**40, 2**62, 2**64 - 8):
         path = write(tmp_path / f"{length}.tfrecord", [raw(0), raw(1)])
@@ -430,8 +432,11 @@ for path in Path({str(tmp_path)!r}).iterdir():
     except DataError as error:
         print(error)
 """
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 0, finished.stderr
+    program = tmp_path_factory.mktemp("program") / "scan.py"
+    program.write_text(script)
+    env = clean_environment(PYTHONPATH=str(REPOSITORY))
+    finished = run_command([sys.executable, str(program)], env=env, timeout=60)
+    assert finished.rc == 0, finished.stderr
     assert len(re.findall(r"record 2 \(at byte .* is cut off", finished.stdout)) == 5, finished.stdout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,28 +31,36 @@ class Copy:
         names = [path.name for path in sorted((self._path / "checkpoints").glob("[!.]*")) if not path.is_symlink()]
         new = [name for name in names if name not in self._copied]
         for name in new:
-            with contextlib.suppress(FileNotFoundError):  # left out by --keep
-                self._copy_checkpoint(f"checkpoints/{name}")
+            self._copy_checkpoint(f"checkpoints/{name}")
             self._copied.add(name)
         if new or ends:
             for name in (CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, *([REPORT_FILE] if ends else [])):
-                with contextlib.suppress(FileNotFoundError):
-                    self._copy_file(name)
+                self._copy_file(name)
 
     def _copy_checkpoint(self, name: str) -> None:
         """The manifest comes last: with it a checkpoint is whole."""
         manifest = f"{name}/{MANIFEST_FILE}"
-        with open_regular(self._path / manifest) as file:
-            content = file.read()
+        try:
+            with open_regular(self._path / manifest) as file:
+                content = file.read()
+        except FileNotFoundError:
+            return
         if not (self._store.exists(self._place(manifest)) and self._store.cat_file(self._place(manifest)) == content):
             self._copy_file(f"{name}/{VARIABLES_FILE}")
             self._copy_file(manifest)
 
     def _copy_file(self, name: str) -> None:
-        """Read it back, to compare checksums."""
+        """Read it back, to compare checksums. A file that is not here any more (``--keep``) is left out.
+
+        The store's own FileNotFoundError, of a bucket that does not exist, is not suppressed.
+        """
+        try:
+            file = open_regular(self._path / name)
+        except FileNotFoundError:
+            return
         sent, received = hashlib.sha256(), hashlib.sha256()
         self._store.makedirs(self._place(name).rpartition("/")[0], exist_ok=True)
-        with open_regular(self._path / name) as file, self._store.open(self._place(name), "wb") as target:
+        with file, self._store.open(self._place(name), "wb") as target:
             for chunk in self._chunks(file):
                 sent.update(chunk)
                 target.write(chunk)

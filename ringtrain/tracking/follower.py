@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringtrain.messages.escaping import escape
+from ringtrain.runtime import activity
 from ringtrain.runtime.processes import MEANT_FOR_RANK, PACKAGES
 from ringtrain.tracking.base import DEFAULTS, describe_failure
 from ringtrain.tracking.feed import Feed, SenderBusyError, locked
@@ -27,7 +28,7 @@ from ringtrain.tracking.feed import Feed, SenderBusyError, locked
 if TYPE_CHECKING:
     from ringtrain.tracking.copying import Copy
 
-PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, POLL_SECONDS = 2.0, 60.0, 0.05
 LAST_SECONDS, LAST_COPY_SECONDS = 10.0, 50.0  # for the last events and files, when the run has ended
 SEND_SECONDS = 120  # of a tracker's call, or a chunk of a file
 
@@ -68,8 +69,11 @@ def start(path: Path, name: str) -> subprocess.Popen[bytes]:
 
 def finish(process: subprocess.Popen[bytes], end: float) -> int | None:
     """Return the exit code; None: it does not end, even by SIGKILL."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(max(0.0, end - time.monotonic()))
+    while process.poll() is None and time.monotonic() < end:
+        activity.move()  # or the watchdog would take the wait for a hang
+        time.sleep(POLL_SECONDS)
+    if process.returncode is not None:
+        return process.returncode
     end_session(process.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(1.0)

@@ -41,7 +41,7 @@ def test_all_samples_may_fit_and_not_even_one() -> None:
     assert search(device(1000, 100, 1000, samples=700, on_gpu=False), 1000, 32) is None
 
 
-def test_other_failures_of_a_trial_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--batch_size", "3"]) == 2
     assert "batch_size is '3'; it must be one of none, auto" in capfd.readouterr().err
     assert main(["doctor", "--batch_size", "auto", "--epoch", "3"]) == 2

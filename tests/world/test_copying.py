@@ -131,3 +131,16 @@ def test_weights_of_safetensors_are_loaded_by_name(python: Path, tmp_path: Path)
     file.write_bytes(b"no such format")
     damaged = run(python, ["-m", "ringtrain", "--out", tmp_path / "third", "--init_from", file])
     assert (damaged.rc, "first.safetensors' cannot be read" in damaged.stderr) == (3, True), damaged.stderr
+
+
+def test_a_bucket_that_is_not_there_is_no_success(python: Path, tmp_path: Path) -> None:
+    """The store's error is that of a file which --keep has left out."""
+    (tmp_path / "config.yaml").touch()
+    send = (
+        f"from pathlib import Path; from ringtrain.tracking.copying import Copy; copy = Copy(Path({str(tmp_path)!r}),"
+    )
+    refuse = "def refuse(*words): raise FileNotFoundError('The specified bucket does not exist')"
+    whole = f"{send} 'memory://runs')\n{{}}\ncopy.send()\nprint(copy._store.find('/'))"
+    assert "/config.yaml" in run(python, ["-c", whole.format("")]).stdout
+    refused = run(python, ["-c", whole.format(f"{refuse}\ncopy._store.open = refuse")])
+    assert (refused.rc, "bucket does not exist" in refused.stderr) == (1, True), refused.stderr

@@ -98,6 +98,7 @@ def main(path: str, begun: str, name: str) -> None:
     for number in MEANT_FOR_RANK:
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)
+    set_group_nice(19)
     messages = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     is_over = threading.Event()
@@ -126,6 +127,12 @@ def main(path: str, begun: str, name: str) -> None:
         is_over.wait(pause)
 
 
+def set_group_nice(value: int) -> None:
+    """Set what Linux schedules sessions by: in a session of its own a process' nice value counts for nothing."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(value))
+
+
 @contextlib.contextmanager
 def open_sender(
     path: Path, name: str, *, begun: float = 0.0, move: Callable[[], object] = lambda: None
@@ -148,5 +155,6 @@ def wait_for_end(parent: int, is_over: threading.Event, seconds: float) -> None:
     while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
         pass
     is_over.set()
+    set_group_nice(0)
     time.sleep(seconds)
     end_session(os.getpid())

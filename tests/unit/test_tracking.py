@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ringtrain.config import trackers_of
 from ringtrain.errors import UsageError
 from ringtrain.tracking.base import Row, TrackedRun, describe_failure
 from ringtrain.tracking.feed import Feed, SenderBusyError
-from ringtrain.tracking.follower import following, open_sender
+from ringtrain.tracking.follower import finish, following, open_sender, start
 
 
 class Memory:
@@ -235,3 +236,16 @@ def test_a_tracker_that_does_not_work_costs_a_warning(run: Path, capfd: pytest.C
         f"mlflow did not take all. The next start sends the rest, or: python -m ringtrain track {run} --to mlflow"
     ]
     assert "mlflow takes nothing: ModuleNotFoundError: No module named 'mlflow'" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not group sessions")
+def test_its_process_takes_no_core_from_the_training(run: Path) -> None:
+    """Linux shares cores between sessions: a nice value counts only within one."""
+    process = start(run, "mlflow")
+    try:
+        group, end = Path(f"/proc/{process.pid}/autogroup"), time.monotonic() + 20
+        while not group.read_text().endswith(" nice 19\n") and time.monotonic() < end:
+            time.sleep(0.02)
+        assert group.read_text().endswith(" nice 19\n")
+    finally:
+        finish(process, time.monotonic())

@@ -242,10 +242,12 @@ def test_a_tracker_that_does_not_work_costs_a_warning(run: Path, capfd: pytest.C
 def test_its_process_takes_no_core_from_the_training(run: Path) -> None:
     """Linux shares cores between sessions: a nice value counts only within one."""
     process = start(run, "mlflow")
+    assert process.stdin is not None
     try:
         group, end = Path(f"/proc/{process.pid}/autogroup"), time.monotonic() + 20
         while not group.read_text().endswith(" nice 19\n") and time.monotonic() < end:
             time.sleep(0.02)
         assert group.read_text().endswith(" nice 19\n")
     finally:
+        process.stdin.close()
         finish(process, time.monotonic())

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, POLL_SECONDS = 2.0, 60.0, 0.05
 LAST_SECONDS, LAST_COPY_SECONDS = 10.0, 50.0  # for the last events and files, when the run has ended
+NICE, COPY_NICE = 19, 10  # about 1 % and 10 % of a core that training wants
 SEND_SECONDS = 120  # of a tracker's call, or a chunk of a file
 
 
@@ -97,8 +98,8 @@ def main(path: str, begun: str, name: str) -> None:
     """Exit with 1 if something was not sent. What packages print is dropped: it may hold secrets."""
     for number in MEANT_FOR_RANK:
         signal.signal(number, signal.SIG_IGN)
-    os.nice(19)
-    set_group_nice(19)
+    os.nice(NICE)
+    set_group_nice(COPY_NICE if "://" in name else NICE)
     messages = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     is_over = threading.Event()

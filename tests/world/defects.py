@@ -35,7 +35,7 @@ CLIPPED = {"optimizer": {"name": "sgd", "lr": 0.1, "clip_global_norm": 0.01}}
 AVERAGED = {"optimizer": {"name": "sgd", "lr": 0.1, "ema": 0.9}}
 PLANTED = {
     "a reduction that returns its input": Planted(is_native=True, is_quick=True),
-    "a mean of means": Planted(is_quick=True),
+    "a mean of means": Planted(),  # test_losses_across_samples_are_named_as_the_cause plants it in every run
     "a weight that is not broadcast": Planted(is_quick=True),
     "a duplicated sample": Planted(),
     "augmentation seeded by rank": Planted(),

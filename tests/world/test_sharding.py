@@ -22,6 +22,7 @@ from ringtrain.step.sharding import require_elementwise
 from ringtrain.training.actions import require_same_pieces
 from tests.world.conftest import RunRingtrain
 from tests.world.group import GLOO, on_ranks
+from tests.world.processes import REPOSITORY
 from tests.world.test_native import horovod_of
 from tests.world.training import (
     MODELS,
@@ -75,7 +76,6 @@ ALL_OPTIMIZERS = {
     "adamax": lambda: keras.optimizers.Adamax(0.01),
     "ftrl": lambda: keras.optimizers.Ftrl(0.01),
 }
-RARE = ("adagrad", "adadelta", "adamax", "ftrl")
 
 
 @contextlib.contextmanager
@@ -89,29 +89,36 @@ def leaving(collective: Collective, *, in_groups: bool) -> Iterator[None]:
         yield
 
 
-CASES = [
-    *(
-        ("regularised", name)
-        for name in (
-            "momentum", "adam", "adamw", "decay of kernels", "clipped", "each clipped", "values clipped", "rmsprop",
-            "nadam", "lion", "lamb", "lars", "averaging", "adding up", *RARE,
-        )
-    ),
-    ("embedding", "momentum"),
-    ("twin embeddings", "adam"),
-    ("constrained", "adam"),
-    *(("smallest", name) for name in ("momentum", "nadam", "each clipped", "averaging")),
-]  # fmt: skip
-IN_GROUPS = {("regularised", "clipped"), ("regularised", "lamb"), ("embedding", "momentum"), ("smallest", "averaging")}
+ELEMENTWISE = ("momentum", "adamw", "rmsprop", "lion", "adagrad", "adadelta", "adamax", "ftrl")  # as adam is
+CASES = {  # with whether gradients leave in groups: the update that follows does not depend on it
+    ("regularised", "adam"): False,
+    ("regularised", "decay of kernels"): True,
+    ("regularised", "clipped"): True,
+    ("regularised", "each clipped"): False,
+    ("regularised", "values clipped"): True,
+    ("regularised", "nadam"): False,
+    ("regularised", "lamb"): False,
+    ("regularised", "lars"): True,
+    ("regularised", "averaging"): False,
+    ("regularised", "adding up"): True,
+    ("embedding", "momentum"): False,
+    ("twin embeddings", "adam"): True,
+    ("constrained", "adam"): False,
+    ("smallest", "nadam"): False,
+    ("smallest", "each clipped"): True,
+    ("smallest", "averaging"): True,
+}
+SLOW_CASES = [
+    *((*case, not in_groups) for case, in_groups in CASES.items()),
+    *(("regularised", name, in_groups) for name in ELEMENTWISE for in_groups in (False, True)),
+]
 
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "in_groups"),
     [
-        pytest.param(*case, in_groups, marks=pytest.mark.slow if is_slow else ())
-        for case in CASES
-        for in_groups in (False, True)
-        for is_slow in [case[1] in RARE or (in_groups and case not in IN_GROUPS)]
+        *((*case, in_groups) for case, in_groups in CASES.items()),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
     ],
 )
 @on_ranks(2, slow=[3])
@@ -160,9 +167,8 @@ def test_three_ranks_equal_one_process(collective: Collective, model: str, optim
         ("regularised", "clipped", True),
         ("smallest", "lamb", False),
         ("embedding", "adam", True),
-        ("regularised", "adam", False),
-        ("regularised", "lars", True),
-        ("smallest", "each clipped", True),
+        pytest.param("regularised", "lars", True, marks=pytest.mark.slow),
+        pytest.param("smallest", "each clipped", True, marks=pytest.mark.slow),
     ],
 )
 @on_ranks(2, slow=[3])
@@ -183,9 +189,9 @@ def test_ranks_over_gloo_train_it_as_well(collective: Collective, in_groups: boo
 @on_ranks(2)
 def test_ranks_with_different_step_functions_reduce_by_horovod(collective: Collective) -> None:
     """The last step of an epoch has one sample: the ranks without any have a function of their own, and no loop."""
-    carrier, source = horovod_of(collective), dense_samples(45)
-    batches = batches_of(source, carrier, global_batch_size=GLOBAL_BATCH_SIZE, steps=STEPS)
-    usual = order_of(source, GLOBAL_BATCH_SIZE).local_batch(0, rank=carrier.world.rank, size=carrier.world.size)
+    carrier, source, global_batch_size = horovod_of(collective), dense_samples(25), 12
+    batches = batches_of(source, carrier, global_batch_size=global_batch_size, steps=4)
+    usual = order_of(source, global_batch_size).local_batch(0, rank=carrier.world.rank, size=carrier.world.size)
     for jit_compile in (False, True):
         with leaving(carrier, in_groups=True):
             step = create_step(
@@ -196,7 +202,7 @@ def test_ranks_with_different_step_functions_reduce_by_horovod(collective: Colle
         assert_same_bits_on_all_ranks(step.variables, carrier)
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=[2])
 def test_each_rank_keeps_its_part_of_the_slots_alone(collective: Collective) -> None:
     def create() -> keras.Model:
         return keras.Sequential([keras.Input((NUM_FEATURES,)), keras.layers.Dense(500), keras.layers.Dense(3)])
@@ -209,35 +215,45 @@ def test_each_rank_keeps_its_part_of_the_slots_alone(collective: Collective) -> 
     assert sum(all_gather_object(collective, mine, name="sizes")) == total
 
 
-@pytest.mark.parametrize("precision", ["float64", "mixed_float16"])
+@pytest.mark.parametrize(
+    ("precision", "in_groups"),
+    [
+        ("float64", True),
+        ("mixed_float16", False),
+        pytest.param("float64", False, marks=pytest.mark.slow),
+        pytest.param("mixed_float16", True, marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(3, slow=[2])
-def test_a_nonfinite_value_on_one_rank_changes_no_shard(collective: Collective, precision: str) -> None:
+def test_a_nonfinite_value_on_one_rank_changes_no_shard(
+    collective: Collective, precision: str, in_groups: bool
+) -> None:
     """Or, of a finite loss, a gradient that its scale lets overflow."""
     overflows = precision == "mixed_float16"
     source = dense_samples(46, "float32" if overflows else "float64")
     batches = list(batches_of(source, collective, global_batch_size=12, steps=3))
-    for in_groups in (False, True):
-        with leaving(collective, in_groups=in_groups):
-            spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batches[0])
-            step = create_step(
-                collective, named_model, OPTIMIZERS["adam"], spec, shard_optimizer=True, precision=precision
-            )
-            assert step.sharded is not None
-            assert step.read(step(batches[0], 0.1)).is_finite
-            held = [*step.model.variables, *step.optimizer.variables, *step.sharded.pieces]
-            before = [variable.numpy() for variable in held]
-            bad = batches[1]
-            if collective.world.rank == 1:
-                bad = bad._replace(x=bad.x * (1e3 if overflows else np.nan))
-            report = step.read(step(bad, 0.1))
-            assert not report.is_finite
-            assert np.isfinite(report.loss) == overflows
-            for variable, value in zip(held, before, strict=True):
-                np.testing.assert_array_equal(variable.numpy(), value)
-            assert step.read(step(batches[2], 0.1)).is_finite
+    spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batches[0])
+    with leaving(collective, in_groups=in_groups):
+        step = create_step(collective, named_model, OPTIMIZERS["adam"], spec, shard_optimizer=True, precision=precision)
+        assert step.sharded is not None
+        assert step.read(step(batches[0], 0.1)).is_finite
+        held = [*step.model.variables, *step.optimizer.variables, *step.sharded.pieces]
+        before = [variable.numpy() for variable in held]
+        bad = batches[1]
+        if collective.world.rank == 1:
+            bad = bad._replace(x=bad.x * (1e3 if overflows else np.nan))
+        report = step.read(step(bad, 0.1))
+        assert not report.is_finite
+        assert np.isfinite(report.loss) == overflows
+        for variable, value in zip(held, before, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)
+        assert step.read(step(batches[2], 0.1)).is_finite
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["mixed_float16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "mixed_bfloat16"))],
+)
 @on_ranks(2)
 def test_two_ranks_train_the_same_bits_sharded_and_not(collective: Collective, precision: str) -> None:
     """Of two summands there is one sum; with a loss scale, and averages of the weights."""
@@ -405,8 +421,9 @@ def test_an_optimizer_that_holds_others_is_refused(create: Any) -> None:
 
 
 COMMAND = [
-    "--precision", "float64", "--optimizer.name", "adam", "--optimizer.lr", "0.001", "--global_batch_size", "48",
-    "--checkpoint_every", "0", "--eval_every_epochs", "0", "--optimizer.schedule", "constant",
+    "--workload", f"{REPOSITORY / 'tests/world/workloads/small.py'}:Small", "--precision", "float64",
+    "--global_batch_size", "16", "--checkpoint_every", "0", "--eval_every_epochs", "0",
+    "--optimizer.name", "adam", "--optimizer.lr", "0.001", "--optimizer.schedule", "constant",
 ]  # fmt: skip
 SHARDED = ("--shard_optimizer", "true")
 

@@ -74,7 +74,7 @@ def counting_model() -> keras.Model:
 
 
 @pytest.mark.parametrize(("shard_optimizer", "accumulate"), [(False, 1), (True, 1), (False, 3)])
-@on_ranks(1, 2, 3)
+@on_ranks(3, slow=[1, 2])
 def test_n_ranks_count_steps_as_one_process(collective: Collective, shard_optimizer: bool, accumulate: int) -> None:
     """With three micro-batches at most, too, of which the ranks have different numbers."""
     source = dense_samples(45)
@@ -112,7 +112,7 @@ def test_many_ranks_count_steps_as_one_process(collective: Collective, shard_opt
     test_n_ranks_count_steps_as_one_process.body(collective, shard_optimizer, accumulate)
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=[2])
 def test_integer_state_that_differs_between_ranks_is_refused(collective: Collective) -> None:
     config = Config(steps=2, global_batch_size=GLOBAL_BATCH_SIZE)
     job = create_job(Classification(counting_model), config, collective, num_threads=1)

@@ -16,7 +16,7 @@ from ringtrain.errors import DivergedError
 from ringtrain.guard.finite import require_finite_values
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import read_value
-from ringtrain.training.job import create_job
+from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.training.session import RunSession
 from ringtrain.workloads.base import Sources
@@ -54,23 +54,22 @@ class NothingOfNothing(Line):
         return {"precision": tf.zeros_like(y) / tf.zeros_like(y)}
 
 
-def run(collective: Collective, workload: Line, **settings: Any) -> str:
-    """How training ends, in the words of all ranks."""
+def run(collective: Collective, workload: Line, **settings: Any) -> tuple[str, Job]:
+    """How training ends, in the words of all ranks; and the job."""
     config = Config(global_batch_size=NUM_SAMPLES, steps=20, **settings)
     job = create_job(workload, config, collective, num_threads=1)
     broadcast_variables(job.step.variables, collective)
     with pytest.raises(DivergedError) as caught:
         run_steps(job, RunSession(job.config, collective), [])
     assert len(set(all_gather_object(collective, str(caught.value), name="message"))) == 1
-    return str(caught.value)
+    return str(caught.value), job
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_ranks(3)
 def test_a_nonfinite_gradient_of_a_finite_loss_names_its_rank(collective: Collective, accumulate: int) -> None:
-    message = run(collective, Cusp(), accumulate=accumulate)
+    message, job = run(collective, Cusp(), accumulate=accumulate)
     assert message.startswith("step 1: loss or gradient is not finite; every rank's loss is finite")
-    job = create_job(Cusp(), Config(global_batch_size=NUM_SAMPLES, steps=1), collective, num_threads=1)
     mine = bool(NUM_SAMPLES - 1 in next(iter(job.batches)).indices.numpy())
     [culprit] = [rank for rank, is_it in enumerate(all_gather_object(collective, mine, name="culprit")) if is_it]
     assert f"At rank {culprit} the gradient of sequential" in message
@@ -79,7 +78,8 @@ def test_a_nonfinite_gradient_of_a_finite_loss_names_its_rank(collective: Collec
 
 @on_ranks(2)
 def test_a_nan_loss_is_not_taken_for_a_loss_scale_overflow(collective: Collective) -> None:
-    assert run(collective, NotANumber(), precision="mixed_float16").startswith("step 1: ")
+    message, _ = run(collective, NotANumber(), precision="mixed_float16")
+    assert message.startswith("step 1: ")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

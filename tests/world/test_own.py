@@ -29,7 +29,8 @@ class Hidden(Small):
 
 
 def test_two_ranks_train_it_as_one_does(run_ringtrain: RunRingtrain) -> None:
-    finished = run_ringtrain(["verify", *EVERYTHING, "--world_sizes", "1,2", "--global_batch_size", "25"])
+    uneven = ["--global_batch_size", "25", "--steps", "2"]
+    finished = run_ringtrain(["verify", *EVERYTHING, "--world_sizes", "1,2", *uneven])
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert "the world sizes train the same" in finished.stdout
 

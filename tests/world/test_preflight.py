@@ -245,7 +245,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("what", MODELS)
+@pytest.mark.parametrize(
+    "what",  # a variable is one text, of which the shape's case sees its type and name as well
+    [pytest.param(what, marks=[pytest.mark.slow] * (what in ("dtype", "name"))) for what in MODELS],
+)
 @on_ranks(2)
 def test_another_model_optimizer_or_metric_of_a_rank_is_named(collective: Collective, what: str) -> None:
     workload = ByRank(collective.world.rank, what)

@@ -18,14 +18,14 @@ NATIVE = REPOSITORY / "ringtrain/collectives/native"
 SOURCES = [NATIVE / "sums.cc", NATIVE / "transport.cc", Path(__file__).with_name("transport_test.cc")]
 SANITIZERS: dict[str, list[str]] = {
     "none": [],
-    "thread": ["-fsanitize=thread"],
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-g", "-fsanitize=thread"],
+    "address": ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
 }
 NUM_CALLS = 50
 
 CASES = [  # (sanitizer, how, nodes, ranks of a node)
-    *(("none", how, 1, size) for how in ("threads", "processes") for size in (2, 3)),
-    *(("none", "processes", nodes, size) for nodes, size in ((2, 2), (5, 1))),
+    ("none", "threads", 1, 2),
+    *(("none", "processes", nodes, size) for nodes, size in ((1, 3), (2, 2), (5, 1))),
     pytest.param("none", "processes", 3, 2, marks=pytest.mark.slow),
     *(pytest.param("none", how, 1, 7, marks=pytest.mark.slow) for how in ("threads", "processes")),
     *(pytest.param("address", how, 1, 3, marks=pytest.mark.slow) for how in ("threads", "processes")),
@@ -42,7 +42,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def compile_with(sanitizer: str) -> Path:
         path = tmp_path_factory.mktemp("transport") / sanitizer
-        flags = [*SANITIZERS[sanitizer], "-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+        flags = [*SANITIZERS[sanitizer], "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread"]
         compiler = os.environ.get("CXX", "g++")
         subprocess.run([compiler, *flags, f"-I{NATIVE}", *SOURCES, "-o", path], check=True, timeout=120)
         return path
@@ -55,11 +55,10 @@ def test_sums_are_those_of_the_ranks_in_their_order(
     compiled: Callable[[str], Path], sanitizer: str, how: str, nodes: int, size: int
 ) -> None:
     """Many calls of many kinds, results held and left; as processes also ranks that differ, end, or fail."""
-    path = compiled(sanitizer)
-    for seed in range(2):
-        command = [str(path), how, *map(str, (nodes, size, seed, NUM_CALLS))]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert finished.returncode == 0, finished.stderr
+    seed = nodes * size  # other calls in each case
+    command = [str(compiled(sanitizer)), how, *map(str, (nodes, size, seed, NUM_CALLS))]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_the_operation_compiles_without_a_warning() -> None:

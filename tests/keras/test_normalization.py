@@ -45,8 +45,10 @@ def normalise(layer: keras.layers.Layer, x: np.ndarray, part: slice, mask: np.nd
     return {"outputs": outputs, "of_inputs": of_inputs, "of_gamma": of_gamma, "of_beta": of_beta}
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("case", ["dense", "images", "channels first", "masked"])
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [("dense", "uneven"), ("images", "one empty"), ("channels first", "uneven"), ("masked", "one empty")],
+)
 @on_ranks(2, BY_MPI)
 def test_values_and_gradients_are_those_of_the_whole_batch(collective: Collective, case: str, share: str) -> None:
     set_precision("float64")
@@ -118,16 +120,11 @@ def sum_of_squares(y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
 
 
 @on_ranks(2)
-def test_uneven_halves_equal_one_rank_in_every_way_of_training(collective: Collective) -> None:
-    check_ways(collective, WAYS)
-
-
-@on_ranks(2)
-def test_names_of_layers_may_differ_between_ranks(collective: Collective) -> None:
+def test_uneven_halves_with_layers_of_other_names_equal_one_rank_in_every_way(collective: Collective) -> None:
     if collective.world.rank == 0:  # Keras numbers layers and optimizers as they are created
         make_model(hvd.SyncBatchNormalization)
         keras.optimizers.SGD()
-    check_ways(collective, ("fit",))
+    check_ways(collective, WAYS)
 
 
 def sync_model() -> keras.Model:

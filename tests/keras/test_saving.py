@@ -15,7 +15,7 @@ import pytest
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective
 from ringtrain.keras.distributed import find_distributed
-from tests.keras.training import largest_difference, make_batches, make_model, split_batches, train
+from tests.keras.training import dataset, largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 from tests.world.processes import clean_environment
 
@@ -64,7 +64,7 @@ def test_a_saved_model_resumes_its_training(collective: Collective, directory: s
         assert find_distributed(loaded.optimizer) is not None
         assert int(loaded.optimizer.iterations.numpy()) == int(model.optimizer.iterations.numpy()) > 0
         for each in (model, loaded):
-            each.fit(*batches[0], batch_size=2, shuffle=False, verbose=0)
+            each.fit(dataset(batches[:4]), verbose=0)
         assert largest_difference(loaded, model) == 0.0
 
 
@@ -84,7 +84,7 @@ def test_own_optimizer_classes_are_loaded(collective: Collective, directory: str
 
     path = Path(directory) / f"own-{collective.world.rank}.keras"
     model = make_model()
-    train("fit", model, hvd.DistributedOptimizer(Unregistered(0.1)), split_batches(make_batches(4)))
+    model.compile(hvd.DistributedOptimizer(Unregistered(0.1)))
     model.save(path)
     loaded = hvd.load_model(path, custom_optimizers=[Unregistered])
     assert loaded.optimizer.__class__ is Unregistered

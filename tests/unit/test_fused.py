@@ -52,9 +52,10 @@ def train(optimizer_class: Any, options: dict[str, Any], *, dtype: str, is_spars
     return {name: np.asarray(v.value, np.float64) for name, v in named}
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("is_sparse", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_that_of_keras(case: str, is_sparse: bool) -> None:
+    """Of several weights with dense gradients, and of one with a sparse gradient."""
     fused, plain, options = CASES[case]
     ours = train(fused, options, dtype="float64", is_sparse=is_sparse)
     theirs = train(plain, options, dtype="float64", is_sparse=is_sparse)

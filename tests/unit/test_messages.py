@@ -75,13 +75,13 @@ def messages(layer: Any, units: int, collective: Recording) -> tuple[list[Messag
 LARGE = ONE_MESSAGE_BYTES // 8 // NUM_FEATURES + 1  # units of float64 with which the first layer alone is as large
 
 
-@pytest.mark.parametrize("layer", [keras.layers.Dense, OwnGradient])
 @pytest.mark.parametrize(
-    ("units", "recording", "names"),
+    ("layer", "units", "recording", "names"),
     [
-        (4, Recording, ["gradients/0"]),
-        (LARGE, Recording, ["control", "gradients/0", "gradients/1"]),
-        (LARGE, RecordingAtOnce, ["gradients/0"]),
+        (keras.layers.Dense, 4, Recording, ["gradients/0"]),
+        (keras.layers.Dense, LARGE, Recording, ["control", "gradients/0", "gradients/1"]),
+        (OwnGradient, LARGE, Recording, ["control", "gradients/0", "gradients/1"]),
+        (OwnGradient, LARGE, RecordingAtOnce, ["gradients/0"]),
     ],
 )
 def test_a_rank_without_samples_sends_the_same_messages(

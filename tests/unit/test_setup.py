@@ -1,5 +1,6 @@
 """The set-up's files agree with each other: pyproject.toml, the locks, environment.yml, Makefile, .ci."""
 
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -58,16 +59,23 @@ def ranges(requirements: list[str]) -> dict[str, str]:
     return {canonicalize_name(requirement.name): str(requirement.specifier) for requirement in parsed}
 
 
+@functools.cache
+def read_lock(lock: str) -> dict[str, list[Requirement]]:
+    """Requirements of each package."""
+    entries: dict[str, list[Requirement]] = {}
+    for requirement in (Requirement(entry) for entry, _ in ENTRY.findall(LOCKS[lock])):
+        entries.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    return entries
+
+
 def locked_version(name: str, python: str, lock: str = "requirements.lock") -> Version:
     """Return the one version of a package that a lock has for this Python on Linux."""
     environment = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
-    versions = []
-    for entry, _ in ENTRY.findall(LOCKS[lock]):
-        requirement = Requirement(entry)
-        if canonicalize_name(requirement.name) != canonicalize_name(name):
-            continue
-        if requirement.marker is None or requirement.marker.evaluate(environment):
-            versions.append(str(requirement.specifier).removeprefix("=="))
+    versions = [
+        str(requirement.specifier).removeprefix("==")
+        for requirement in read_lock(lock).get(canonicalize_name(name), [])
+        if requirement.marker is None or requirement.marker.evaluate(environment)
+    ]
     assert len(versions) == 1, f"{lock} has {versions} of {name} for Python {python}; run make lock"
     return Version(versions[0])
 

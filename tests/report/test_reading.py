@@ -192,13 +192,6 @@ def test_thinning_keeps_the_extremes_of_each_interval(values: list[float], strid
         before = end
 
 
-def test_curves_of_100_000_steps_are_thinned(tmp_path: Path) -> None:
-    events = [START, *(train_event(step) for step in range(1, 100_001)), eval_event(100_000)]
-    page = make_page([read_run(make_run(tmp_path / "run", timed(events)))])
-    assert len(page) < 6_000_000
-    assert "Curves of up to 100,000 values are thinned to at most 800 points" in page
-
-
 # --- Charts and marks ---
 
 

@@ -143,14 +143,9 @@ def fewer_on_rank_1() -> int:
 
 
 WRONG: dict[str, tuple[str, Script]] = {
-    "the same data": ("same samples", Script(seed=lambda: 10)),
-    "a generator with one seed": ("same samples", Script(seed=lambda: 3, layers=lambda: [keras.layers.Dropout(0.5)])),
+    "the same data": ("same samples", Script(seed=lambda: 10, layers=lambda: [keras.layers.Dropout(0.5)])),
     "uneven batches": ("uneven batches", Script(samples=fewer_on_rank_1)),
     "op=Sum": ("summed", Script(optimizer=distribute(op=hvd.Sum))),
-    "op=Sum with SGD": (
-        "summed",
-        Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)),
-    ),
     "a loss divided by the ranks": ("divided twice", Script(loss=lambda y, z: CROSS_ENTROPY(y, z) / hvd.size())),
     "gradients divided by the ranks": ("divided twice", Script(optimizer=plain_sgd, model=by_rank("twice"))),
     "no broadcast": ("different weights", Script(broadcasts=False)),
@@ -163,7 +158,6 @@ WRONG: dict[str, tuple[str, Script]] = {
         "different gradients",
         Script(optimizer=plain_sgd, model=by_rank("after")),
     ),
-    "BatchNorm": ("local BatchNorm", Script(layers=lambda: [keras.layers.BatchNormalization()])),
     "BatchNorm and dropout": (
         "local BatchNorm",
         Script(layers=lambda: [keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]),
@@ -190,11 +184,12 @@ WRONG: dict[str, tuple[str, Script]] = {
                weights=True),
     ),
 }  # fmt: skip
+# Found by the same code as others.
+SAME_AS_OTHERS = ("accumulated gradients that are not averaged", "a loss divided by its largest")
 RIGHT: dict[str, Script] = {
     "plain": Script(),
     "SGD": Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9))),
     "dropout": Script(layers=lambda: [keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.1)]),
-    "SyncBatchNormalization": Script(layers=lambda: [hvd.SyncBatchNormalization()]),
     "SyncBatchNormalization and dropout": Script(
         layers=lambda: [hvd.SyncBatchNormalization(), keras.layers.Dropout(0.5)]
     ),
@@ -202,16 +197,15 @@ RIGHT: dict[str, Script] = {
     "sums of a divided loss": Script(
         loss=lambda y, z: CROSS_ENTROPY(y, z) / hvd.size(), optimizer=distribute(op=hvd.Sum)
     ),
-    "predivided": Script(optimizer=distribute(gradient_predivide_factor=2.0)),
-    "groups": Script(optimizer=distribute(groups=2)),
+    "predivided in groups": Script(optimizer=distribute(gradient_predivide_factor=2.0, groups=2)),
     "a tape": Script(optimizer=plain_sgd, model=Once),
-    "accumulated": Script(optimizer=distribute(backward_passes_per_step=2)),
-    "accumulated by a sum": Script(
-        optimizer=distribute(backward_passes_per_step=2, average_aggregated_gradients=False),
+    "accumulated": Script(
+        optimizer=distribute(backward_passes_per_step=2),
         layers=lambda: [keras.layers.Dropout(0.5)],
     ),
-    "clipped": Script(optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1))),
-    "sample weights": Script(weights=True),
+    "clipped, with sample weights": Script(
+        optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1)), weights=True
+    ),
     "updates that rounding decides": Script(layers=lambda: [keras.layers.Reshape((4, 4)), Attention()]),
     "uneven batches, weighted": Script(samples=fewer_on_rank_1, loss=weighted_by_counts),
     "a loss across samples of all ranks": Script(loss=across_ranks),
@@ -221,12 +215,13 @@ RIGHT: dict[str, Script] = {
 }
 
 
-def fit(script: Script, audit: Auditor | None, *, epochs: int = 1) -> keras.Model:
+def fit(script: Script, audit: Auditor | None, *, batches: int = BATCHES) -> keras.Model:
+    """With no more ``batches`` than are audited, no step is traced."""
     hvd.init()
     keras.utils.set_random_seed(5 if script.broadcasts else 5 + hvd.rank())
     random = np.random.default_rng(script.seed())
     samples = script.samples()
-    x = random.normal(size=(samples * BATCHES, FEATURES)).astype(np.float32)
+    x = random.normal(size=(samples * batches, FEATURES)).astype(np.float32)
     y = (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int32)
     inputs = values = keras.Input((FEATURES,))
     for layer in [keras.layers.Dense(16, activation="tanh"), *script.layers(), keras.layers.Dense(CLASSES)]:
@@ -236,9 +231,7 @@ def fit(script: Script, audit: Auditor | None, *, epochs: int = 1) -> keras.Mode
     callbacks: list[Any] = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if script.broadcasts else []
     callbacks += [attach(audit)] if audit else []
     weights = random.uniform(0.5, 2.0, size=len(x)).astype(np.float32) if script.weights else None
-    model.fit(
-        x, y, batch_size=samples, sample_weight=weights, shuffle=False, epochs=epochs, verbose=0, callbacks=callbacks
-    )
+    model.fit(x, y, batch_size=samples, sample_weight=weights, shuffle=False, verbose=0, callbacks=callbacks)
     return model
 
 
@@ -252,7 +245,9 @@ def names(audit: Auditor) -> list[str]:
     return [cause.name for cause in audit.find_causes() if cause.is_wrong]
 
 
-@pytest.mark.parametrize("mistake", WRONG)
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[pytest.mark.slow] * (name in SAME_AS_OTHERS)) for name in WRONG]
+)
 @on_ranks(2)
 def test_a_mistake_is_named_by_its_cause(collective: Collective, mistake: str) -> None:
     cause, script = WRONG[mistake]
@@ -267,7 +262,7 @@ def test_a_mistake_is_named_by_its_cause(collective: Collective, mistake: str) -
 @on_ranks(2)
 def test_a_right_script_passes(collective: Collective, name: str) -> None:
     audit = Auditor(1, 1)
-    fit(RIGHT[name], audit)
+    fit(RIGHT[name], audit, batches=4 if name == "accumulated" else 2)
     assert len(audit.results) == 1
     assert audit.passes
     assert names(audit) == []
@@ -277,7 +272,7 @@ def test_a_right_script_passes(collective: Collective, name: str) -> None:
 @on_ranks(2)
 def test_the_training_goes_on_as_without_an_audit(collective: Collective) -> None:
     """Audited steps run eagerly, which rounds otherwise."""
-    plain, audited = (fit(Script(), audit, epochs=2) for audit in (None, Auditor(3, 1)))
+    plain, audited = (fit(Script(), audit) for audit in (None, Auditor(2, 1)))
     for before, after in zip(plain.variables, audited.variables, strict=True):
         np.testing.assert_allclose(after.numpy(), before.numpy(), rtol=2e-5, atol=2e-6)
     assert not audited.run_eagerly
@@ -325,7 +320,7 @@ def test_a_loop_of_a_script_is_audited(collective: Collective, op: str) -> None:
 def test_fit_within_the_block_is_audited(collective: Collective) -> None:
     hvd.init()
     with hvd.audit(steps=1):
-        model = fit(Script(), None)
+        model = fit(Script(), None, batches=2)
     assert not model.run_eagerly
     with pytest.raises(ReplicasDifferError, match="same samples"), hvd.audit(steps=1):
         fit(WRONG["the same data"][1], None)
@@ -417,7 +412,7 @@ def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
         (Script(layers=lambda: [Sampling()]), "draws random numbers outside"),
     ):
         audit = Auditor(1, 1)
-        fit(script, audit)
+        fit(script, audit, batches=2)
         assert words in audit.why_not
         assert "nothing was compared" in audit.describe()[0]
     fit(Script(optimizer=distribute(backward_passes_per_step=4)), audit := Auditor(1, 1))
@@ -433,8 +428,8 @@ def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
 @on_ranks(2)
 def test_a_script_that_trains_fewer_steps_is_audited_to_its_end(collective: Collective) -> None:
     audit = Auditor(2 * BATCHES, 1)
-    fit(Script(), audit)
-    assert (len(audit.results), audit.passes) == (BATCHES - 1, True)
+    fit(Script(), audit, batches=3)
+    assert (len(audit.results), audit.passes) == (2, True)
     assert f"ended before {2 * BATCHES} steps" in "".join(audit.describe())
 
 
@@ -454,9 +449,9 @@ def test_ranks_that_would_wait_for_each_other_are_refused(collective: Collective
 @on_ranks(2)
 def test_a_logged_loss_of_other_samples_is_a_note(collective: Collective) -> None:
     """The loss is divided by the ranks, and gradients are summed."""
-    fit(RIGHT["sums of a divided loss"], audit := Auditor(1, 1))
+    fit(RIGHT["sums of a divided loss"], audit := Auditor(1, 1), batches=2)
     assert [cause.name for cause in audit.find_causes()] == ["logged loss"]
-    fit(Script(), audit := Auditor(1, 1))
+    fit(Script(), audit := Auditor(1, 1), batches=2)
     assert audit.find_causes() == []
 
 

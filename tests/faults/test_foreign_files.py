@@ -216,10 +216,14 @@ def assert_reported(path: Path) -> None:
     assert exit_code_of(["report", str(path), "--output", str(path / "other.html")]) == 0
 
 
-@pytest.mark.parametrize("line", ODD_LINES, ids=lambda line: line[:45])
-def test_an_unknown_event_does_not_stop_a_run_or_its_report(pristine: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    "lines",
+    [ODD_LINES, *(pytest.param([line], marks=pytest.mark.slow) for line in ODD_LINES)],
+    ids=lambda lines: lines[0][:45] if len(lines) == 1 else "all",
+)
+def test_an_unknown_event_does_not_stop_a_run_or_its_report(pristine: Path, lines: list[str]) -> None:
     with copy_of(pristine) as path:
-        add_lines(path, [line, '{"event": "note", "text": "mine"}'])
+        add_lines(path, [*lines, '{"event": "note", "text": "mine"}'])
         assert_reported(path)
         opened, _ = open_in_time(path)
         assert opened is not None
@@ -230,7 +234,7 @@ def test_an_unknown_event_does_not_stop_a_run_or_its_report(pristine: Path, line
         assert_reported(path)
 
 
-@settings(slowly, max_examples=min(NUM_EXAMPLES, 100))  # a report takes its time
+@settings(slowly, max_examples=min(NUM_EXAMPLES // 2, 100))  # a report takes its time
 @given(st.lists(st.dictionaries(st.sampled_from(["event", "step", "time", "loss", "size", "path"]), anything)))
 def test_any_events_are_reported_or_passed_over(pristine: Path, events: list[dict[str, Any]]) -> None:
     with copy_of(pristine) as path:

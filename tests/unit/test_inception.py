@@ -84,7 +84,7 @@ def test_the_auxiliary_classifier_fits_every_grid_size(
     assert classifier.output.shape == (None, 5)
 
 
-@pytest.mark.parametrize(("size", "grid"), [(75, 3), (139, 7)])
+@pytest.mark.parametrize(("size", "grid"), [(75, 3), pytest.param(139, 7, marks=pytest.mark.slow)])
 def test_both_classifiers_give_logits_that_depend_on_the_image(model: keras.Model, size: int, grid: int) -> None:
     if size != model.input.shape[1]:
         model = build_inception((size, size, 3), 7)

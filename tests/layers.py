@@ -39,9 +39,9 @@ def package_of(module: str) -> str:
     return rest[0] if package == "ringtrain" and rest else package
 
 
-def imported_names(tree: ast.AST, package: str) -> Iterator[str]:
-    """Every name that is imported anywhere below ``tree``, inside functions and for types alone as well."""
-    for node in ast.walk(tree):
+def imported_names(nodes: list[ast.AST], package: str) -> Iterator[str]:
+    """Every name that the nodes import, inside functions and for types alone as well."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -57,10 +57,10 @@ def read_imports(modules: Mapping[str, Path]) -> dict[str, set[str]]:
     imports: dict[str, set[str]] = {}
     for module, file in modules.items():
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        constants = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        constants = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
         texts = constants & modules.keys() - {*PACKAGES}
-        found = {_module_of(name, modules) for name in imported_names(tree, package)} - {""}
+        found = {_module_of(name, modules) for name in imported_names(nodes, package)} - {""}
         imports[module] = (found | texts) - {module}
     return imports
 

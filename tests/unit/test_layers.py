@@ -14,7 +14,6 @@ from tests.layers import PAGE, PICTURE, ROOT, draw, find_modules, package_of, re
 
 LAYERS = read_packages(PAGE.read_text(encoding="utf-8"))
 MODULES = find_modules(ROOT)
-IMPORTS = read_imports(MODULES)
 PUBLIC = ("ringtrain",)  # the package's own file: the version, and public names
 MAX_FLAT_MODULES = 8
 WITHOUT_TENSORFLOW = [
@@ -23,6 +22,12 @@ WITHOUT_TENSORFLOW = [
     "verify.compare", "commands.doctor", "doctor.inside", "workloads.digits", "commands.workloads",
 ]  # fmt: skip
 HEAVY = {"tensorflow", "keras", "horovod", "mpi4py"}
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """Read in a test: at the import of this file, every worker of pytest-xdist would read them."""
+    return read_imports(MODULES)
 
 
 def upward_imports(imports: Mapping[str, set[str]]) -> list[str]:
@@ -68,12 +73,12 @@ def test_every_package_has_a_docstring() -> None:
         assert init.read_text().startswith('"""'), init
 
 
-def test_a_room_imports_only_from_rooms_above_it() -> None:
-    assert upward_imports(IMPORTS) == []
+def test_a_room_imports_only_from_rooms_above_it(imports: dict[str, set[str]]) -> None:
+    assert upward_imports(imports) == []
 
 
-def test_no_files_import_each_other() -> None:
-    assert find_circle(IMPORTS) == []
+def test_no_files_import_each_other(imports: dict[str, set[str]]) -> None:
+    assert find_circle(imports) == []
 
 
 def test_an_upward_import_inside_a_function_is_seen(tmp_path: Path) -> None:
@@ -99,10 +104,10 @@ def test_a_circle_between_two_files_of_one_room_is_seen(second: str, tmp_path: P
     assert set(circle) == {"ringtrain.data.order", "ringtrain.data.sources"}
 
 
-def test_the_picture_is_drawn_from_the_imports() -> None:
+def test_the_picture_is_drawn_from_the_imports(imports: dict[str, set[str]]) -> None:
     """`python -m tests.layers` draws it anew."""
     [picture] = PICTURE.findall(PAGE.read_text(encoding="utf-8"))
-    assert picture == draw(LAYERS, IMPORTS)
+    assert picture == draw(LAYERS, imports)
 
 
 def test_modules_used_before_pinning_do_not_import_tensorflow() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+import launch.cli
+import ringtrain.cli
 from ringtrain.errors import UsageError
 from ringtrain.files.outputs import require_same_kind
 from tests.report.made_run import make_run
-from tests.world.processes import clean_environment
 
 MARK = b"#SBATCH"
 
@@ -52,31 +53,25 @@ def test_anything_else_is_refused_and_left(what: str, tmp_path: Path) -> None:
         assert not path.is_file() or path.is_symlink()
 
 
-COMMANDS = {
-    "report": ["ringtrain", "report", "run", "--output"],
-    "render": ["launch", "slurm", "render", "--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--to"],
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
+    "report": (ringtrain.cli.main, ["report", "run", "--output"]),
+    "render": (launch.cli.main, ["slurm", "render", "--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--to"]),
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_replace_only_their_own_files_or_exit_with_2(command: str, tmp_path: Path) -> None:
+def test_commands_replace_only_their_own_files_or_exit_with_2(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "run")
     workload = tmp_path / "mine.py"
     workload.write_text("import keras\n")
-
-    def call(target: Path) -> subprocess.CompletedProcess[str]:
-        arguments = ["python", "-m", *COMMANDS[command], str(target)]
-        root = Path(__file__).parents[2]
-        return subprocess.run(
-            arguments, cwd=tmp_path, env=clean_environment(PYTHONPATH=str(root)), capture_output=True, text=True
-        )
-
+    monkeypatch.chdir(tmp_path)
+    main, arguments = COMMANDS[command]
     for target in (workload, Path(os.devnull)):
-        refused = call(target)
-        assert refused.returncode == 2
-        assert "it is left unchanged" in refused.stderr
-        assert "Traceback" not in refused.stderr
+        assert main([*arguments, str(target)]) == 2
+        assert "it is left unchanged" in capsys.readouterr().err
     assert workload.read_text() == "import keras\n"
     assert Path(os.devnull).is_char_device()
     for _ in range(2):
-        assert call(tmp_path / "new").returncode == 0
+        assert main([*arguments, str(tmp_path / "new")]) == 0

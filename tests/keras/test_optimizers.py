@@ -132,7 +132,7 @@ def test_every_optimizer_applies_the_mean_of_the_gradients(collective: Collectiv
     hvd.init()
     set_precision("float64")
     of_all = np.random.default_rng(1).normal(size=(3, 2, 3, 2))
-    creates = {name: functools.partial(make_optimizer, name) for name in sorted(THERE)}
+    creates: dict[str, Any] = {name: functools.partial(make_optimizer, name) for name in sorted(THERE)}
     for name, create in {**creates, "exclusion": exclude_bias}.items():
         mine = update(hvd.DistributedOptimizer(create()), of_all[:, hvd.rank()])
         for found, right in zip(mine, update(create(), of_all.mean(axis=1)), strict=True):
@@ -214,7 +214,8 @@ def test_a_fused_update_uses_one_operation_and_equals_keras(collective: Collecti
     plain = functools.partial(kind, 0.05, **settings)
     around = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=8.0, dynamic_growth_steps=2)
     each_clipping = [{**MOST_OPTIONS, **clipping, "loss_scale_factor": 8.0} for clipping in CLIPPING]
-    for options, wrap in [({}, around), *((options, lambda optimizer: optimizer) for options in each_clipping)]:
+    cases: list[tuple[dict[str, Any], Any]] = [({}, around), *((each, lambda plain: plain) for each in each_clipping)]
+    for options, wrap in cases:
         ours, graph = update_weights(wrap(hvd.DistributedOptimizer(plain(**options))))
         alone, graph_alone = update_weights(wrap(plain(**options)))
         assert (operation in graph, operation in graph_alone) == (True, False), options

@@ -274,19 +274,8 @@ def test_batches_of_other_sizes_are_traced_once(collective: Collective) -> None:
 
 def test_a_run_reports_that_it_compiles(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     small = f"{REPOSITORY / 'tests/world/workloads/small.py'}:Small"
-    flags = [
-        "--workload",
-        small,
-        "--steps",
-        "3",
-        "--jit_compile",
-        "true",
-        "--shard_optimizer",
-        "true",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    finished = run_ringtrain(flags)
+    compiled = ["--jit_compile", "true", "--shard_optimizer", "true"]
+    finished = run_ringtrain(["--workload", small, "--steps", "3", *compiled, "--out", str(tmp_path / "run")])
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert "XLA compiles each rank's forward and backward pass; sums and update are not compiled." in finished.stdout
     assert "warning: --shard_optimizer has no effect: a single rank updates all weights." in finished.stdout

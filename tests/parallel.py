@@ -2,9 +2,9 @@
 
 The longest come first. Jobs of Slurm run on one worker, since they share a cluster. Bodies that run in the long-lived
 groups of ranks (`tests.world.group`) run on three: those for two ranks of each directory, and all others. Programs
-follow, file by file, on whichever worker is free, and at the end the tests of one process, each on any worker, so that
-no worker is without work. A test that is marked ``alone`` measures time: no other test runs meanwhile, and no group of
-ranks waits.
+follow, file by file, on whichever worker is free, with the tests that mostly sleep; and at the end the tests of one
+process, each on any worker, so that no worker is without work. A test that is marked ``alone`` measures time: no other
+test runs meanwhile, and no group of ranks waits.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, 
     "tests/faults/test_foreign_files.py": "fuzz",
     "tests/slurm/": "slurm",
 }
+FILES_OF_WAITING_TESTS = ("tests/unit/test_watchdog.py", "tests/unit/test_stopping.py")  # that mostly sleep
 FILES_OF_LONG_TESTS = ("tests/faults/test_matrix.py", "tests/world/test_other_versions.py")
 ALONE = "alone"
 BODIES_OF_TWO = "bodies of 2 ranks in tests/"
@@ -67,7 +68,7 @@ def _position_of(item: pytest.Item) -> int:
     scope = scope_of(item)
     if scope == ALONE:
         return len(FIRST) + 2
-    if not scope:
+    if not scope and not item.nodeid.startswith(FILES_OF_WAITING_TESTS):
         return len(FIRST) + 1
     return FIRST.index(scope) if scope in FIRST else len(FIRST)
 

@@ -18,6 +18,8 @@ from typing import IO
 
 import pytest
 
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.processes import LAUNCHERS, find_launcher
 from ringtrain.terminal import console
 from ringtrain.terminal.console import Console, launcher_terminal, open_console
@@ -135,6 +137,7 @@ def test_a_terminal_shows_a_progress_bar_below_the_lines() -> None:
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     stream: IO[str] = os.fdopen(inside, "w")
     shown = Console(stream, is_terminal=True)
+    activity.set_phase(Phase.OPEN)  # else the bar shows the step that a test before has left
     shown.start_progress(10, 0, lambda: 4)
     assert SHOW_CURSOR in read_until(outside, SHOW_CURSOR), "it is gone for good where the process is killed"
     shown.loss(1.0)

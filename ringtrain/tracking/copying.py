@@ -54,12 +54,12 @@ class Copy:
 
         The store's own FileNotFoundError, of a bucket that does not exist, is not suppressed.
         """
+        self._store.makedirs(self._place(name).rpartition("/")[0], exist_ok=True)
         try:
             file = open_regular(self._path / name)
         except FileNotFoundError:
             return
         sent, received = hashlib.sha256(), hashlib.sha256()
-        self._store.makedirs(self._place(name).rpartition("/")[0], exist_ok=True)
         with file, self._store.open(self._place(name), "wb") as target:
             for chunk in self._chunks(file):
                 sent.update(chunk)

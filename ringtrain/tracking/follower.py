@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, POLL_SECONDS = 2.0, 60.0, 0.05
 LAST_SECONDS, LAST_COPY_SECONDS = 10.0, 50.0  # for the last events and files, when the run has ended
+GROUP_TRIES = 10
 NICE, COPY_NICE = 19, 10  # about 1 % and 10 % of a core that training wants
 SEND_SECONDS = 120  # of a tracker's call, or a chunk of a file
 
@@ -129,9 +130,16 @@ def main(path: str, begun: str, name: str) -> None:
 
 
 def set_group_nice(value: int) -> None:
-    """Set what Linux schedules sessions by: in a session of its own a process' nice value counts for nothing."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(value))
+    """Set what Linux schedules sessions by: in a session of its own a process' nice value counts for nothing.
+
+    It accepts one such change in 0.1 s from all users (proc_sched_autogroup_set_nice in kernel/sched/autogroup.c).
+    """
+    with contextlib.suppress(OSError):  # kernels without it
+        for _ in range(GROUP_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                Path("/proc/self/autogroup").write_text(str(value))
+                return
+            time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -22,9 +22,10 @@ import pytest
 from tests.world.group import OVER_MPI, close_group, launch_of
 
 INDEPENDENT_TESTS = "tests/unit/"
-SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, a cluster
+SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, a cluster, a large model
     "tests/report/": "report",
     "tests/native/": "native",
+    "tests/unit/test_inception.py": "inception",
     "tests/faults/test_fuzz.py": "fuzz",
     "tests/faults/test_foreign_files.py": "fuzz",
     "tests/slurm/": "slurm",
@@ -33,18 +34,18 @@ FILES_OF_WAITING_TESTS = ("tests/unit/test_watchdog.py", "tests/unit/test_stoppi
 FILES_OF_LONG_TESTS = ("tests/faults/test_matrix.py", "tests/world/test_other_versions.py")
 ALONE = "alone"
 BODIES_OF_TWO = "bodies of 2 ranks in tests/"
-FIRST = ("slurm", f"{BODIES_OF_TWO}world", f"{BODIES_OF_TWO}keras", "bodies", "report", "fuzz", "native")
+FIRST = ("slurm", f"{BODIES_OF_TWO}world", f"{BODIES_OF_TWO}keras", "bodies", "report", "fuzz", "native", "inception")
 
 
 def scope_of(item: pytest.Item) -> str:
     """Name of the group of tests that one worker must run; empty if the test can run on any worker."""
     if item.get_closest_marker("alone"):
         return ALONE
-    if item.nodeid.startswith(INDEPENDENT_TESTS):
-        return ""
     for start, scope in SCOPE_BY_PATH.items():
         if item.nodeid.startswith(start):
             return scope
+    if item.nodeid.startswith(INDEPENDENT_TESTS):
+        return ""
     launch = launch_of(item)
     if launch is None:
         return item.nodeid if item.nodeid.startswith(FILES_OF_LONG_TESTS) else item.nodeid.partition("::")[0]

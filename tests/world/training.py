@@ -252,8 +252,10 @@ def check_trains_as_plainly(
     Returns:
         The step's reports, and the optimizer of the plain loop, which has taken its steps on rank 0 only.
     """
-    reference, optimizer = create(), create_optimizer()
-    reference.set_weights(step.model.get_weights())
+    optimizer = create_optimizer()
+    if collective.world.is_rank0:
+        reference = create()
+        reference.set_weights(step.model.get_weights())
     reports = train(step, batches)
     assert len(reports) == steps
     assert_same_bits_on_all_ranks(step.variables, collective)

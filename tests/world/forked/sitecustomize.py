@@ -10,8 +10,9 @@ import sys
 
 def is_program(words):  # type: ignore[no-untyped-def]
     """True for modules that start ranks and for scripts; False for interpreter options and console scripts."""
-    is_module = len(words) > 1 and words[0] == "-m" and (words[1] == "ringtrain" or words[1].startswith("tests."))
-    return is_module or (bool(words) and words[0].endswith(".py"))
+    is_module = len(words) > 1 and words[0] == "-m"
+    is_known = is_module and (words[1] in ("ringtrain", "ringtrain.doctor.inside") or words[1].startswith("tests."))
+    return is_known or (bool(words) and words[0].endswith(".py"))
 
 
 def describe_start():  # type: ignore[no-untyped-def]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.slurm.cluster import ENDED, Cluster
+from tests.world.fork_server import build_sleeping_yield
 from tests.world.processes import REPOSITORY, Finished
 from tests.world.running import WORKLOAD, assert_history_is_whole, digest, events, final_checkpoint, last_step
 
@@ -100,8 +103,15 @@ def lasting(out: Path) -> list[str]:
     return ["--workload", f"{WORKLOAD}:Lasting", "--deterministic", "true", "--out", str(out)]
 
 
+@functools.cache
+def sleeping_yield() -> tuple[str, str]:
+    """Options for ranks that wait without a core: those of two nodes here do not know that they share the cores."""
+    return "--env", f"LD_PRELOAD={build_sleeping_yield(Path(tempfile.gettempdir()))}"
+
+
 def submit(cluster: Cluster, out: Path, *options: str, program: Sequence[str] = ()) -> RunJob:
     """Submit a run, or a script, from the directory that is to hold its run directory and its output."""
+    options = (*options, *sleeping_yield())
     finished = launch_slurm(cluster, "submit", *options, flags=program or lasting(out), cwd=out.parent)
     assert finished.rc == 0, finished.stderr
     found = re.match(r"job (\d+) is submitted; it writes into ", finished.stdout)

@@ -75,6 +75,13 @@ def hand_on_no_ignored_signals() -> None:
             signal.signal(number, lambda *_: None)
 
 
+def build_sleeping_yield(directory: Path) -> Path:
+    """Compile a library for LD_PRELOAD; returns its path."""
+    library, source = directory / "sleeping_yield.so", Path(STAND_IN, "sleeping_yield.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+    return library
+
+
 class ForkServer:
     """The server of this test process; it starts with the first request for it, and ends with the tests."""
 
@@ -97,7 +104,7 @@ class ForkServer:
         self._directory = Path(tempfile.mkdtemp(prefix="ringtrain-forks-"))
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
         env = {**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", "ZPADDING": "z" * PADDING}
-        env |= {"LD_PRELOAD": str(self._build_sleeping_yield())}
+        env |= {"LD_PRELOAD": str(build_sleeping_yield(self._directory))}
         command = [sys.executable, "-m", __name__, str(self._directory / "socket"), "z" * PADDING]
         log = self._directory / "log"
         with log.open("wb") as file:
@@ -113,11 +120,6 @@ class ForkServer:
         atexit.register(self.close)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n", log.read_text()
-
-    def _build_sleeping_yield(self) -> Path:
-        library, source = self._directory / "sleeping_yield.so", Path(STAND_IN, "sleeping_yield.c")
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
-        return library
 
     def close(self) -> None:
         """End the server, and with it what it has forked."""

@@ -9,10 +9,10 @@ import sys
 
 
 def is_program(words):  # type: ignore[no-untyped-def]
-    """True for modules that start ranks and for scripts; False for interpreter options and console scripts."""
+    """True for modules that start ranks or load packages, and for scripts; False for interpreter options."""
     is_module = len(words) > 1 and words[0] == "-m"
     is_known = is_module and (words[1] in ("ringtrain", "ringtrain.doctor.inside") or words[1].startswith("tests."))
-    return is_known or (bool(words) and words[0].endswith(".py"))
+    return is_known or (bool(words) and words[0].endswith((".py", "/horovodrun")))
 
 
 def describe_start():  # type: ignore[no-untyped-def]

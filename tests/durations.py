@@ -1,7 +1,7 @@
 """A pytest plugin that measures each test, in imports of TensorFlow, and limits the whole run.
 
 Machines differ, and so does one machine from day to day. The unit is therefore the time of one
-``python -c "import tensorflow, keras"``, the median of three at the start of the run.
+``python -c "import tensorflow, keras"``, the median of three at the start of the run and three at its end.
 
     pytest --durations-file FILE [--most-imports N]
 
@@ -30,14 +30,14 @@ LEAST_LISTED = 0.1  # imports; shorter cases are in no file
 GROWTH, GROWTH_IMPORTS = 1.5, 0.5
 
 
-def measure_import() -> float:
-    """Seconds of one import of TensorFlow and Keras: the median of three."""
+def measure_imports() -> list[float]:
+    """Seconds of three imports of TensorFlow and Keras."""
     seconds = []
     for _ in range(3):
         start = time.monotonic()
         subprocess.run([sys.executable, "-c", "import tensorflow, keras"], check=True, capture_output=True)
         seconds.append(time.monotonic() - start)
-    return statistics.median(seconds)
+    return seconds
 
 
 def find_grown(cases: Mapping[str, float], accepted: Mapping[str, float]) -> dict[str, tuple[float, float]]:
@@ -63,18 +63,24 @@ class Durations:
     """Adds up what each case takes, and reports it at the end."""
 
     def __init__(self, file: Path, most_imports: float | None, accepted: Path) -> None:
-        self.import_seconds = measure_import()
+        self._units = measure_imports()
         self._file, self._most_imports, self._accepted = file, most_imports, accepted
         self._start = time.monotonic()
         self._imports = 0.0
         self._seconds: dict[str, float] = collections.defaultdict(float)
+
+    @property
+    def import_seconds(self) -> float:
+        return statistics.median(self._units)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        self._imports = (time.monotonic() - self._start) / self.import_seconds
+        seconds = time.monotonic() - self._start
+        self._units += measure_imports()
+        self._imports = seconds / self.import_seconds
         if exitstatus == pytest.ExitCode.OK and self._is_over():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import signal
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.slurm.cluster import ENDED, Cluster
-from tests.world.fork_server import build_sleeping_yield
+from tests.world.fork_server import SWITCH, build_sleeping_yield
 from tests.world.processes import REPOSITORY, Finished
 from tests.world.running import WORKLOAD, assert_history_is_whole, digest, events, final_checkpoint, last_step
 
@@ -104,8 +105,10 @@ def lasting(out: Path) -> list[str]:
 
 
 @functools.cache
-def sleeping_yield() -> tuple[str, str]:
+def sleeping_yield() -> tuple[str, ...]:
     """Options for ranks that wait without a core: those of two nodes here do not know that they share the cores."""
+    if os.environ.get(SWITCH) == "1":
+        return ()
     return "--env", f"LD_PRELOAD={build_sleeping_yield(Path(tempfile.gettempdir()))}"
 
 

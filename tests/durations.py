@@ -79,7 +79,8 @@ class Durations:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         seconds = time.monotonic() - self._start
-        self._units += measure_imports()
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # not after an interrupt: it takes seconds
+            self._units += measure_imports()
         self._imports = seconds / self.import_seconds
         if exitstatus == pytest.ExitCode.OK and self._is_over():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

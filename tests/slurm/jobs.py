@@ -105,11 +105,13 @@ def lasting(out: Path) -> list[str]:
 
 
 @functools.cache
+def _library() -> Path:
+    return build_sleeping_yield(Path(tempfile.gettempdir()))
+
+
 def sleeping_yield() -> tuple[str, ...]:
-    """Options for ranks that wait without a core: those of two nodes here do not know that they share the cores."""
-    if os.environ.get(SWITCH) == "1":
-        return ()
-    return "--env", f"LD_PRELOAD={build_sleeping_yield(Path(tempfile.gettempdir()))}"
+    """Options that let waiting ranks sleep: Open MPI does not know that both nodes share this machine's cores."""
+    return () if os.environ.get(SWITCH) == "1" else ("--env", f"LD_PRELOAD={_library()}")
 
 
 def submit(cluster: Cluster, out: Path, *options: str, program: Sequence[str] = ()) -> RunJob:

@@ -56,7 +56,7 @@ def assert_told(finished: Finished, subject: str, status: str, *texts: str) -> N
     )
 
 
-@pytest.mark.cold  # all packages are loaded
+@pytest.mark.cold  # the fork server has imported TensorFlow and Keras, whose import is tested here
 def test_without_faults_nothing_is_advised() -> None:
     finished = look()
     assert finished.rc == 0

@@ -253,7 +253,7 @@ def check_trains_as_plainly(
         The step's reports, and the optimizer of the plain loop, which has taken its steps on rank 0 only.
     """
     optimizer = create_optimizer()
-    if collective.world.is_rank0:
+    if collective.world.is_rank0:  # the others need no reference, and creating it takes time
         reference = create()
         reference.set_weights(step.model.get_weights())
     reports = train(step, batches)

@@ -115,7 +115,7 @@ def test_descendants_are_found_but_for_those_that_have_ended() -> None:
     try:
         assert shell.pid in found
         assert ended.pid not in found
-        assert [_parent(pid) for pid in found].count(shell.pid) == 1  # sleep, or the shell's fork that will be it
+        assert [_parent(pid) for pid in found].count(shell.pid) == 1  # sleep, named "sh" until it calls exec
     finally:
         for pid in reversed([pid for pid in found if pid == shell.pid or _parent(pid) == shell.pid]):
             os.kill(pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import sys
 
 
 def is_program(words):  # type: ignore[no-untyped-def]
-    """True for modules that start ranks or load packages, and for scripts; False for interpreter options."""
+    """True for scripts, horovodrun and modules that import TensorFlow; False for all else, such as ``-c`` and pip."""
     is_module = len(words) > 1 and words[0] == "-m"
     is_known = is_module and (words[1] in ("ringtrain", "ringtrain.doctor.inside") or words[1].startswith("tests."))
     return is_known or (bool(words) and words[0].endswith((".py", "/horovodrun")))

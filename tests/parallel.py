@@ -54,7 +54,7 @@ def scope_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the tests by scope; tell the scheduler, which is in another process, the scopes."""
+    """Sort the tests by scope; pass the scopes to the scheduler, which is in another process."""
     items.sort(key=_position_of)
     if hasattr(config, "workerinput"):
         scopes = {item.nodeid: scope_of(item) for item in items if scope_of(item)}
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _position_of(item: pytest.Item) -> int:
-    """Tests that no other may run beside come last, when no long one is under way."""
+    """Tests that must run alone come last, when no long one is under way."""
     scope = scope_of(item)
     if scope == ALONE:
         return len(FIRST) + 2
@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # pytest-xdist has its own
 def pytest_xdist_auto_num_workers() -> int:
-    """Number of workers of ``-n auto``: one more than there are cores, since ranks often wait."""
+    """Number of workers of ``-n auto``: one more than cores, since ranks often wait."""
     return len(os.sched_getaffinity(0)) + 1
 
 

@@ -130,9 +130,9 @@ def main(path: str, begun: str, name: str) -> None:
 
 
 def set_group_nice(value: int) -> None:
-    """Set what Linux schedules sessions by: in a session of its own a process' nice value counts for nothing.
+    """Set this session's nice value: Linux ignores a process' own when it shares cores between sessions.
 
-    It accepts one such change in 0.1 s from all users (proc_sched_autogroup_set_nice in kernel/sched/autogroup.c).
+    Linux accepts one such change in 0.1 s from all users (proc_sched_autogroup_set_nice in kernel/sched/autogroup.c).
     """
     with contextlib.suppress(OSError):  # kernels without it
         for _ in range(GROUP_TRIES):

@@ -80,7 +80,7 @@ def make_optimizer(name: str) -> keras.optimizers.Optimizer:
 
 
 def train_alone(optimizer: keras.optimizers.Optimizer, way: str = "loop") -> keras.Model:
-    """What one rank with the whole batches trains. (Traced after a distributed one, else it would be noticed.)"""
+    """Train one rank with the whole batches. (Traced after a distributed model, or the guards would report it.)"""
     alone = make_model()
     train(way, alone, optimizer, make_batches(SAMPLES))
     return alone

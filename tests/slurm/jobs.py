@@ -48,7 +48,7 @@ class RunJob:
 
     @property
     def said(self) -> list[str]:
-        """What `launch` has said in the job's output."""
+        """Lines of `launch` in the job's output."""
         return re.findall(r"^launch: (.+)$", self.output, re.MULTILINE)
 
     def final_weights(self) -> str:

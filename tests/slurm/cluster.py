@@ -55,6 +55,7 @@ from pathlib import Path
 
 from ringtrain.runtime.world import SLURM_FIRST_SPECIAL_STEP
 from tests.slurm import host
+from tests.world.fork_server import SERVERS
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 
 NODES = ("n1", "n2")
@@ -168,7 +169,7 @@ class Cluster:
 
     def on_login(self, command: Sequence[str | Path], *, cwd: Path = REPOSITORY) -> list[str]:
         """The command that runs another one on the login host."""
-        return [*self._enter("pid", "net", "mount", "uts"), "env", f"--chdir={cwd}", *map(str, command)]
+        return [*self._enter("login", "pid", "net", "mount", "uts"), "env", f"--chdir={cwd}", *map(str, command)]
 
     def ask(self, *command: str | Path) -> str:
         """What a Slurm command prints; it has to succeed."""
@@ -187,6 +188,11 @@ class Cluster:
         finished = self.run(["sbatch", "--parsable", *options, script], env=env, cwd=cwd)
         assert finished.rc == 0, finished.stderr
         return int(finished.stdout)
+
+    def start_fork_servers(self) -> None:
+        """Fork the Python programs of later jobs, with the environment of `run`, on each node."""
+        for node in self._nodes:
+            SERVERS.start(node, self.environment(), self._enter(node, "pid", "net", "mount", "uts"))
 
     def cancel(self, job: int, *options: str) -> None:
         self.ask("scancel", *options, str(job))
@@ -337,7 +343,7 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
 
     def _start_node(self, name: str) -> None:
-        self._start_host(name, [*self._enter("net", "mount"), "unshare"])
+        self._start_host(name, [*self._enter("login", "net", "mount"), "unshare"])
 
     def _start_host(self, name: str, unshare: Sequence[str]) -> None:
         command = [
@@ -372,9 +378,9 @@ class Cluster:
         [pid] = _children(self._hosts[name].pid)
         return pid
 
-    def _enter(self, *kinds: str) -> list[str]:
-        """The command that runs another one in name spaces of the login host."""
-        return ["nsenter", f"--target={self._first_pid('login')}", *(f"--{kind}" for kind in kinds)]
+    def _enter(self, name: str, *kinds: str) -> list[str]:
+        """The command that runs another one in name spaces of a host."""
+        return ["nsenter", f"--target={self._first_pid(name)}", *(f"--{kind}" for kind in kinds)]
 
     def _pids(self, name: str) -> list[int]:
         """The processes of a host; none where it is lost."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.slurm.cluster import ENDED, Cluster
-from tests.world.fork_server import SWITCH, build_sleeping_yield
 from tests.world.processes import REPOSITORY, Finished
 from tests.world.running import WORKLOAD, assert_history_is_whole, digest, events, final_checkpoint, last_step
 
@@ -104,19 +100,12 @@ def lasting(out: Path) -> list[str]:
     return ["--workload", f"{WORKLOAD}:Lasting", "--deterministic", "true", "--out", str(out)]
 
 
-@functools.cache
-def _library() -> Path:
-    return build_sleeping_yield(Path(tempfile.gettempdir()))
-
-
-def sleeping_yield() -> tuple[str, ...]:
-    """Options that let waiting ranks sleep: Open MPI does not know that both nodes share this machine's cores."""
-    return () if os.environ.get(SWITCH) == "1" else ("--env", f"LD_PRELOAD={_library()}")
-
-
 def submit(cluster: Cluster, out: Path, *options: str, program: Sequence[str] = ()) -> RunJob:
-    """Submit a run, or a script, from the directory that is to hold its run directory and its output."""
-    options = (*options, *sleeping_yield())
+    """Submit a run, or a script, from the directory that is to hold its run directory and its output.
+
+    Its ranks are forked.
+    """
+    cluster.start_fork_servers()
     finished = launch_slurm(cluster, "submit", *options, flags=program or lasting(out), cwd=out.parent)
     assert finished.rc == 0, finished.stderr
     found = re.match(r"job (\d+) is submitted; it writes into ", finished.stdout)

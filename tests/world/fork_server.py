@@ -1,18 +1,19 @@
 """A process that has imported TensorFlow and Keras, and forks for each Python program that the tests start.
 
 A cold start of two ranks spends seconds of both cores on imports. A program that is started with the variables of
-``ForkServer.environment`` runs `tests/world/forked/sitecustomize.py` first. That sends its environment, arguments,
+``ForkServers.environment`` runs `tests/world/forked/sitecustomize.py` first. That sends its environment, arguments,
 working directory and standard streams to the server, and stays as the stand-in of the process that the server forks.
 The forked process looks like a fresh interpreter: /proc/PID/environ and cmdline are those of its stand-in, and
 os.getppid() is its stand-in.
 
-It differs from a cold start in four ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
+It differs from a cold start in five ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
 printed, filtered or read from the environment at import. All forked processes share one hash seed. ``sched_yield``
-sleeps (forked/sleeping_yield.c). Python's modules are not destroyed at exit. Tests that depend on one of these are
-marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all programs cold.
+sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Python's modules are not destroyed at exit.
+Tests that depend on one of these are marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all programs cold.
 
 The server refuses a program that needs what is read at import (other variables of TensorFlow or of Python), or that
-lives in other namespaces, in another cgroup or under other resource limits. It starts cold then.
+lives in other namespaces, in another cgroup or under other resource limits. It starts cold then. The nodes of the
+tests' Slurm have servers of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,8 +46,11 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_PATH: list[str] = []  # where modules are looked for, after a program's own directory and PYTHONPATH
 STAND_IN = str(Path(__file__).with_name("forked"))
-SERVER_VARIABLE = "RINGTRAIN_TEST_FORK_SERVER"
+SERVERS_VARIABLE = "RINGTRAIN_TEST_FORK_SERVERS"
 SWITCH = "RINGTRAIN_TEST_COLD"  # 1: all programs start cold
+# Milliseconds until Horovod's thread looks for tensors again. With ringtrain's 1, two ranks of a short run take a sixth
+# more processor time.
+LESS_POLLING = {"HOROVOD_CYCLE_TIME": "5"}
 # Variables that Python, TensorFlow, Keras and NumPy read when they are imported.
 READ_AT_IMPORT = ("PYTHON", "TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "LD_", "MALLOC_", "LC_", "LANG", "TZ")
 READ_LATER = ("PYTHONPATH", "TF_DETERMINISTIC_OPS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "TF_CONFIG")
@@ -82,11 +86,11 @@ def build_sleeping_yield(directory: Path) -> Path:
     return library
 
 
-class ForkServer:
-    """The server of this test process; it starts with the first request for it, and ends with the tests."""
+class ForkServers:
+    """The servers of this test process, one on each host that needs one; they end with the tests."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by the names of their hosts
         self._directory = Path()
         self._lock = threading.Lock()  # tests may start programs from several threads
 
@@ -94,43 +98,58 @@ class ForkServer:
         """Variables of a command whose Python programs are to be forked."""
         if os.environ.get(SWITCH) == "1":
             return dict(env)
-        with self._lock:
-            if self._process is None:
-                self._start()
+        self.start(os.uname().nodename, os.environ)
         path = os.pathsep.join([STAND_IN, *filter(None, [env.get("PYTHONPATH")])])
-        return {**env, "PYTHONPATH": path, SERVER_VARIABLE: str(self._directory / "socket")}
+        return {**LESS_POLLING, **env, "PYTHONPATH": path, SERVERS_VARIABLE: str(self._directory)}
 
-    def _start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="ringtrain-forks-"))
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
+    def start(self, host: str, environ: Mapping[str, str], enter: Sequence[str] = ()) -> None:
+        """Start the server of a host, unless it lives; nothing if all programs are to start cold.
+
+        Args:
+            environ: environment of the programs that it is to fork.
+            enter: command that runs another one on the host.
+        """
+        with self._lock:
+            process = self._processes.get(host)
+            if os.environ.get(SWITCH) != "1" and (process is None or process.poll() is not None):
+                self._processes[host] = self._start(host, environ, enter)
+
+    def _start(self, host: str, environ: Mapping[str, str], enter: Sequence[str]) -> subprocess.Popen[bytes]:
+        if not self._processes:
+            self._directory = Path(tempfile.mkdtemp(prefix="ringtrain-forks-"))
+            atexit.register(self.close)
+        kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
         env = {**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", "ZPADDING": "z" * PADDING}
         env |= {"LD_PRELOAD": str(build_sleeping_yield(self._directory))}
-        command = [sys.executable, "-m", __name__, str(self._directory / "socket"), "z" * PADDING]
-        log = self._directory / "log"
+        address = self._directory / host
+        address.unlink(missing_ok=True)
+        program = [sys.executable, "-m", __name__, str(address), "z" * PADDING]
+        log = self._directory / f"{host}.log"
         with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                command,
+            process = subprocess.Popen(
+                [*enter, "env", f"--chdir={REPOSITORY}", *program],
                 env=env,
-                cwd=REPOSITORY,
                 stdin=subprocess.PIPE,  # the server exits when this end is closed
                 stdout=subprocess.PIPE,
                 stderr=file,
                 start_new_session=True,
             )
-        atexit.register(self.close)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"ready\n", log.read_text()
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n", log.read_text()
+        return process
 
     def close(self) -> None:
-        """End the server, and with it what it has forked."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            shutil.rmtree(self._directory, ignore_errors=True)
+        """End the servers, and with them what they have forked."""
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            process.kill()
+            process.wait()
+        self._processes.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
-SERVER = ForkServer()
+SERVERS = ForkServers()
 
 
 class Request:

@@ -27,14 +27,13 @@ from typing import Any
 
 import pytest
 
+from tests.world.fork_server import LESS_POLLING
 from tests.world.processes import BACKEND, MarkedProcess, clean_environment
 
 START_TIMEOUT_SECONDS = 120
 BODY_TIMEOUT_SECONDS = 60
 # Once a rank has failed, this long for the others to say how they fared; they may wait for it for ever.
 GRACE_SECONDS = 2.0
-# Interval at which Horovod's background thread looks for tensors to reduce. With 1 ms, three ranks use half a core.
-HOROVOD_CYCLE_TIME_MS = "5"
 SOCKET_DIRECTORY = "RINGTRAIN_TEST_SOCKET_DIRECTORY"
 
 _running: list[Group] = []  # at most one: idle ranks of another world would take the cores from this one
@@ -169,7 +168,7 @@ class Group:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self._directory / "socket"))
         listener.listen(self.launch.size)
-        own = {SOCKET_DIRECTORY: str(self._directory), "HOROVOD_CYCLE_TIME": HOROVOD_CYCLE_TIME_MS}
+        own = {SOCKET_DIRECTORY: str(self._directory), **LESS_POLLING}
         env = clean_environment(**own, **self.launch.env)
         with (self._directory / "output").open("wb") as output:
             self._process = MarkedProcess(self.launch.command(), env, stdout=output, stderr=subprocess.STDOUT)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tests.world.fork_server import SERVER
+from tests.world.fork_server import SERVERS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "RINGTRAIN_TEST_MARK"
@@ -64,7 +64,7 @@ class MarkedProcess:
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, cwd: Path = REPOSITORY, **options: Any
     ) -> None:
-        env = SERVER.environment(env)
+        env = SERVERS.environment(env)
         self._mark = f"{MARK}={uuid.uuid4()}"
         name, value = self._mark.split("=")
         self.popen: subprocess.Popen[bytes] = subprocess.Popen(

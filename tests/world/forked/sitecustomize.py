@@ -55,7 +55,7 @@ def request_fork():  # type: ignore[no-untyped-def]
 
     start = describe_start()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(os.environ["RINGTRAIN_TEST_FORK_SERVER"])
+    connection.connect(os.path.join(os.environ["RINGTRAIN_TEST_FORK_SERVERS"], os.uname().nodename))
     streams = array.array("i", [0, 1, 2])
     connection.sendmsg([json.dumps(start).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     pid = json.loads(connection.recv(1 << 16) or b"{}").get("pid")

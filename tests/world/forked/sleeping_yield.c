@@ -1,6 +1,5 @@
 // Open MPI waits for other ranks by calling sched_yield() in a loop, which costs a quarter of the CPU time when several
-// ranks share a core. Forked ranks, and ranks of jobs that tests/slurm/jobs.py submits with submit(), sleep 0.1 ms instead,
-// and up to 1 ms when they have waited for long. Other cold ranks do not load this library.
+// ranks share a core. Forked ranks sleep 0.1 ms instead, and up to 1 ms when they have waited for long.
 #include <sched.h>
 #include <time.h>
 

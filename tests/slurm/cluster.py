@@ -192,7 +192,9 @@ class Cluster:
     def start_fork_servers(self) -> None:
         """Fork the Python programs of later jobs, with the environment of `run`, on each node."""
         for node in self._nodes:
-            SERVERS.start(node, self.environment(), self._enter(node, "pid", "net", "mount", "uts"))
+            SERVERS.start_on(node, self.environment(), self._enter(node, "pid", "net", "mount", "uts"))
+        for node in self._nodes:
+            SERVERS.wait_for(node)
 
     def cancel(self, job: int, *options: str) -> None:
         self.ask("scancel", *options, str(job))

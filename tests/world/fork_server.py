@@ -26,7 +26,7 @@ import ctypes
 import ctypes.util
 import gc
 import importlib
-import json
+import marshal
 import os
 import resource
 import runpy
@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ BASE_PATH: list[str] = []  # where modules are looked for, after a program's own
 STAND_IN = str(Path(__file__).with_name("forked"))
 SERVERS_VARIABLE = "RINGTRAIN_TEST_FORK_SERVERS"
 SWITCH = "RINGTRAIN_TEST_COLD"  # 1: all programs start cold
+START_SECONDS = 120
 # Milliseconds until Horovod's thread looks for tensors again. With ringtrain's 1, two ranks of a short run take a sixth
 # more processor time.
 LESS_POLLING = {"HOROVOD_CYCLE_TIME": "5"}
@@ -91,30 +93,37 @@ def preload(*libraries: str) -> str:
 
 
 def build_sleeping_yield(directory: Path) -> str:
-    """Compile a library for LD_PRELOAD; returns its path."""
+    """Compile a library for LD_PRELOAD, unless that is done; returns its path."""
     library, source = directory / "sleeping_yield.so", Path(STAND_IN, "sleeping_yield.c")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+    if not library.exists():
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
     return str(library)
 
 
 class ForkServers:
-    """The servers of this test process, one on each host that needs one; they end with the tests."""
+    """The servers of a test run, one on each host that needs one; each ends with the process that has started it."""
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by the names of their hosts
-        self._directory = Path()
+        self._is_inherited = SERVERS_VARIABLE in os.environ  # this worker of pytest-xdist has that of its controller
         self._lock = threading.Lock()  # tests may start programs from several threads
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Variables of a command whose Python programs are to be forked."""
         if os.environ.get(SWITCH) == "1":
             return dict(env)
-        self.start(os.uname().nodename, os.environ)
+        self.start()
+        self.wait_for(os.uname().nodename)
         path = os.pathsep.join([STAND_IN, *filter(None, [env.get("PYTHONPATH")])])
-        return {**LESS_POLLING, **env, "PYTHONPATH": path, SERVERS_VARIABLE: str(self._directory)}
+        return {**LESS_POLLING, **env, "PYTHONPATH": path, SERVERS_VARIABLE: os.environ[SERVERS_VARIABLE]}
 
-    def start(self, host: str, environ: Mapping[str, str], enter: Sequence[str] = ()) -> None:
-        """Start the server of a host, unless it lives; nothing if all programs are to start cold.
+    def start(self) -> None:
+        """Start the server of this host, unless it has one or all programs are to start cold."""
+        if not self._is_inherited:
+            self.start_on(os.uname().nodename, os.environ)
+
+    def start_on(self, host: str, environ: Mapping[str, str], enter: Sequence[str] = ()) -> None:
+        """Start the server of a host, unless it has one or all programs are to start cold.
 
         Args:
             environ: environment of the programs that it is to fork.
@@ -123,41 +132,49 @@ class ForkServers:
         with self._lock:
             process = self._processes.get(host)
             if os.environ.get(SWITCH) != "1" and (process is None or process.poll() is not None):
-                self._processes[host] = self._start(host, environ, enter)
+                self._processes[host] = self._start_on(host, environ, enter)
 
-    def _start(self, host: str, environ: Mapping[str, str], enter: Sequence[str]) -> subprocess.Popen[bytes]:
+    def wait_for(self, host: str) -> None:
+        """Wait until the server of a host is ready, unless all programs are to start cold."""
+        if os.environ.get(SWITCH) == "1":
+            return
+        address, end = Path(os.environ[SERVERS_VARIABLE], host), time.monotonic() + START_SECONDS
+        while not address.exists():
+            process = self._processes.get(host)
+            is_starting = (process is None or process.poll() is None) and time.monotonic() < end
+            assert is_starting, address.with_name(f"{host}.log").read_text()
+            time.sleep(0.02)
+
+    def _start_on(self, host: str, environ: Mapping[str, str], enter: Sequence[str]) -> subprocess.Popen[bytes]:
         if not self._processes:
-            self._directory = Path(tempfile.mkdtemp(prefix="ringtrain-forks-"))
             atexit.register(self.close)
+        if SERVERS_VARIABLE not in os.environ:
+            os.environ[SERVERS_VARIABLE] = tempfile.mkdtemp(prefix="ringtrain-forks-")
+        directory = Path(os.environ[SERVERS_VARIABLE])
         kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
         env = {**kept, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", "ZPADDING": "z" * PADDING}
-        env |= {"LD_PRELOAD": preload(build_sleeping_yield(self._directory))}
-        address = self._directory / host
+        env |= {"LD_PRELOAD": preload(build_sleeping_yield(directory))}
+        address = directory / host
         address.unlink(missing_ok=True)
         program = [sys.executable, "-m", __name__, str(address), "z" * PADDING]
-        log = self._directory / f"{host}.log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(
+        with (directory / f"{host}.log").open("wb") as log:
+            return subprocess.Popen(
                 [*enter, "env", f"--chdir={REPOSITORY}", *program],
                 env=env,
                 stdin=subprocess.PIPE,  # the server exits when this end is closed
-                stdout=subprocess.PIPE,
-                stderr=file,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
             )
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n", log.read_text()
-        return process
 
     def close(self) -> None:
-        """End the servers, and with them what they have forked."""
+        """End the servers that this process has started, and with them what they have forked."""
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
             process.kill()
             process.wait()
         self._processes.clear()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 SERVERS = ForkServers()
@@ -203,6 +220,7 @@ class Request:
         os.chdir(values["cwd"])
         os.umask(values["umask"])
         os.sched_setaffinity(0, values["cores"])
+        os.sched_setscheduler(0, values["policy"], os.sched_param(0))
         for number in values["ignored"]:
             signal.signal(number, signal.SIG_IGN)
         for name in list(os.environ):
@@ -265,7 +283,7 @@ def describe_surroundings() -> dict[str, Any]:
     return {
         "namespaces": [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "mnt", "pid", "ipc")],
         "cgroup": Path("/proc/self/cgroup").read_text(),
-        "limits": [list(resource.getrlimit(number)) for number in range(16)],
+        "limits": [resource.getrlimit(number) for number in range(16)],
     }
 
 
@@ -307,7 +325,7 @@ def serve(listener: socket.socket) -> Request:
         connections[pid] = connection
         exits[os.pidfd_open(pid)] = pid
         with contextlib.suppress(OSError):
-            connection.send(json.dumps({"pid": pid}).encode())
+            connection.send(marshal.dumps({"pid": pid}))
 
 
 def _wait_for(*descriptors: int) -> set[int]:
@@ -322,7 +340,7 @@ def _report_exit(pid: int, connection: socket.socket | None) -> None:
     code = os.waitstatus_to_exitcode(status)
     if connection is not None:
         with contextlib.suppress(OSError):
-            connection.send(json.dumps({"code": code} if code >= 0 else {"signal": -code}).encode())
+            connection.send(marshal.dumps({"code": code} if code >= 0 else {"signal": -code}))
         connection.close()
 
 
@@ -339,7 +357,7 @@ def _receive(connection: socket.socket) -> Request | None:
         streams.frombytes(content[: len(content) - len(content) % streams.itemsize])
     if not data:
         return None
-    request = Request(json.loads(data), list(streams))
+    request = Request(marshal.loads(data), list(streams))
     reason = request.why_cold()
     if reason:
         print(f"{request.values['argv']} starts cold: {reason}", file=sys.stderr, flush=True)
@@ -350,7 +368,7 @@ def _receive(connection: socket.socket) -> Request | None:
 
 
 def start_serving() -> Request:
-    """Import TensorFlow, listen, and print ``ready``. Returns in each forked process, with its request."""
+    """Import TensorFlow and listen. Returns in each forked process, with its request."""
     BASE_PATH[:] = sys.path[1:]
     for module in MODULES:
         importlib.import_module(module)
@@ -360,9 +378,10 @@ def start_serving() -> Request:
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(sys.argv[1])
+    address = sys.argv[1]
+    listener.bind(f"{address}.new")
     listener.listen(64)
-    print("ready", flush=True)
+    os.rename(f"{address}.new", address)  # who waits for it can connect
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return serve(listener)
 

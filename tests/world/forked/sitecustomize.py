@@ -2,9 +2,10 @@
 
 This directory is on the PYTHONPATH of what the tests start. This process stays as the stand-in of the forked one: it
 forwards signals and exits with the same code; if it is killed, the forked process is killed too.
+
+It imports no more than it needs: json, signal and socket would take as long as the rest of its start.
 """
 
-import contextlib
 import sys
 
 
@@ -17,9 +18,9 @@ def is_program(words):  # type: ignore[no-untyped-def]
 
 def describe_start():  # type: ignore[no-untyped-def]
     """Everything that this process was started with."""
+    import _signal as signal  # type: ignore[import-not-found]
     import os
     import resource
-    import signal
 
     forwarded = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
     forwarded |= {signal.SIGCONT, signal.SIGWINCH}
@@ -34,6 +35,7 @@ def describe_start():  # type: ignore[no-untyped-def]
         "cwd": os.getcwd(),
         "pid": os.getpid(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "policy": os.sched_getscheduler(0),
         "umask": umask,
         "forwarded": [number for number in forwarded if signal.getsignal(number) != signal.SIG_IGN],
         "ignored": [number for number in forwarded if signal.getsignal(number) == signal.SIG_IGN],
@@ -48,36 +50,38 @@ def request_fork():  # type: ignore[no-untyped-def]
 
     The pid is None if the server refuses.
     """
-    import array
-    import json
+    import _socket as socket
+    import marshal
     import os
-    import socket
 
     start = describe_start()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(os.path.join(os.environ["RINGTRAIN_TEST_FORK_SERVERS"], os.uname().nodename))
-    streams = array.array("i", [0, 1, 2])
-    connection.sendmsg([json.dumps(start).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-    pid = json.loads(connection.recv(1 << 16) or b"{}").get("pid")
-    return pid, start["forwarded"], connection
+    streams = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))
+    connection.sendmsg([marshal.dumps(start)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    answer = connection.recv(1 << 16)
+    return marshal.loads(answer)["pid"] if answer else None, start["forwarded"], connection
 
 
 def stand_in_for(pid, forwarded, connection):  # type: ignore[no-untyped-def]
     """Forward signals to a forked process, and end as it does."""
-    import json
+    import _signal as signal
+    import marshal
     import os
     import resource
-    import signal
 
     def forward(number, frame):  # type: ignore[no-untyped-def]
-        with contextlib.suppress(ProcessLookupError):  # it has ended, which will be reported
+        try:
             os.kill(pid, number)
+        except ProcessLookupError:
+            return  # it has ended, which will be reported
 
     for number in forwarded:
         signal.signal(number, forward)
     with open("/proc/self/comm", "w") as file:
         file.write("stand-in")  # tests that look for ranks ignore it
-    end = json.loads(connection.recv(1 << 16) or '{"signal": 9}')  # the server has ended, and what it forked with it
+    answer = connection.recv(1 << 16)
+    end = marshal.loads(answer) if answer else {"signal": signal.SIGKILL}  # the server has ended, and what it forked
     if "signal" in end:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if end["signal"] != signal.SIGKILL:
@@ -87,8 +91,9 @@ def stand_in_for(pid, forwarded, connection):  # type: ignore[no-untyped-def]
 
 
 if is_program(sys.orig_argv[1:]):
-    _fork = None
-    with contextlib.suppress(OSError, KeyError):  # no server, a closed stream, no working directory
+    try:
         _fork = request_fork()
+    except (OSError, KeyError):  # no server, a closed stream, no working directory
+        _fork = None
     if _fork and _fork[0] is not None:
         stand_in_for(*_fork)

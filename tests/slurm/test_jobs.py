@@ -21,6 +21,7 @@ from tests.slurm.jobs import (
     submit,
     submit_by_hand,
 )
+from tests.world.fork_server import SWITCH
 from tests.world.running import digest, events, final_checkpoint, last_step
 
 
@@ -92,8 +93,9 @@ def test_slurm_s_signal_before_the_time_limit_requeues_a_run(
 
 @pytest.mark.slow
 def test_horovodrun_s_script_does_the_same_on_a_node_without_ssh(
-    cluster: Cluster, tmp_path: Path, undisturbed: RunJob
+    cluster: Cluster, tmp_path: Path, undisturbed: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SWITCH, "1")  # horovodrun starts the ranks
     job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--mpi", "horovodrun", "--env", f"{STEP_SECONDS}=0.1")
     job.wait_for_step(6)
     send(job, "--batch")

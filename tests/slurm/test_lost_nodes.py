@@ -13,6 +13,7 @@ import pytest
 from ringtrain.runtime.run_record import read_end
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_ONE_NODE, ON_TWO_NODES, STEP_SECONDS, RunJob, assert_ended_as_if_undisturbed, submit
+from tests.world.fork_server import SWITCH
 from tests.world.running import events
 
 
@@ -30,8 +31,9 @@ def three_nodes(larger_slurm: Cluster) -> Iterator[Cluster]:
 
 @pytest.mark.slow
 def test_a_run_survives_lost_nodes_and_fences_their_writer(
-    cluster: Cluster, tmp_path: Path, undisturbed: RunJob
+    cluster: Cluster, tmp_path: Path, undisturbed: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SWITCH, "1")  # ranks on a lost node live on, and are no children of a fork server
     job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--env", f"{STEP_SECONDS}=0.25")
     job.wait_for_step(7)
     assert cluster.node(job.number) == "n1"

@@ -95,7 +95,7 @@ def test_slurm_s_signal_before_the_time_limit_requeues_a_run(
 def test_horovodrun_s_script_does_the_same_on_a_node_without_ssh(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SWITCH, "1")  # horovodrun starts the ranks
+    monkeypatch.setenv(SWITCH, "1")  # the batch script signals the children of horovodrun
     job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--mpi", "horovodrun", "--env", f"{STEP_SECONDS}=0.1")
     job.wait_for_step(6)
     send(job, "--batch")

@@ -33,7 +33,7 @@ def three_nodes(larger_slurm: Cluster) -> Iterator[Cluster]:
 def test_a_run_survives_lost_nodes_and_fences_their_writer(
     cluster: Cluster, tmp_path: Path, undisturbed: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SWITCH, "1")  # ranks on a lost node live on, and are no children of a fork server
+    monkeypatch.setenv(SWITCH, "1")  # a stand-in of a forked rank cannot forward SIGSTOP
     job = submit(cluster, tmp_path / "run", *ON_ONE_NODE, "--env", f"{STEP_SECONDS}=0.25")
     job.wait_for_step(7)
     assert cluster.node(job.number) == "n1"

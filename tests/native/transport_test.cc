@@ -4,7 +4,6 @@
 
 #include "transport.h"
 
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -127,10 +126,10 @@ struct Held {  // a result that is in use, and what it must still be
   std::vector<std::pair<const std::byte*, std::vector<std::byte>>> contents;
 };
 
-void run_rank(const Map& map, int rank, const std::vector<int>& processes, int seed, int num_calls, Nodes nodes = {},
-              uint64_t* digests = nullptr) {
+void run_rank(const Map& map, int rank, const std::vector<int>& processes, int seed, int num_calls,
+              const Nodes& nodes = {}, int node = 0, uint64_t* digests = nullptr) {
   const int local_size = static_cast<int>(processes.size());
-  const int size = local_size * nodes.count, global_rank = nodes.mine * local_size + rank;
+  const int size = local_size * nodes.count, global_rank = node * local_size + rank;
   auto transport = Transport::open(map, rank, processes, {20'000}, nodes);
   REQUIRE(transport != nullptr, "rank %d cannot map the window", rank);
   std::deque<Held> held;
@@ -245,7 +244,7 @@ Sockets connect_nodes(int count) {
   for (int first = 0; first < count; ++first) {
     for (int second = first + 1; second < count; ++second) {
       int pair[2];
-      REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) == 0, "socketpair");
+      REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "socketpair");
       sockets[first][second] = pair[0];
       sockets[second][first] = pair[1];
     }
@@ -253,26 +252,27 @@ Sockets connect_nodes(int count) {
   return sockets;
 }
 
-// What MPI_Sendrecv does.
-bool exchange_by_sockets(const std::vector<int>& sockets, const void* sent, int64_t num_sent, int to, void* received,
-                         int64_t num_received, int from) {
-  const char* out = static_cast<const char*>(sent);
-  char* in = static_cast<char*>(received);
-  while (num_sent > 0 || num_received > 0) {
-    pollfd ready[2] = {{num_sent > 0 ? sockets[to] : -1, POLLOUT, 0},
-                       {num_received > 0 ? sockets[from] : -1, POLLIN, 0}};
-    REQUIRE(poll(ready, 2, 60'000) > 0, "a node does not answer");
-    if (ready[0].revents != 0) {
-      const ssize_t length = write(sockets[to], out, num_sent);
-      REQUIRE(length > 0, "write");
-      out += length, num_sent -= length;
-    }
-    if (ready[1].revents != 0) {
-      const ssize_t length = read(sockets[from], in, num_received);
-      REQUIRE(length > 0, "read");
-      in += length, num_received -= length;
-    }
+void transfer(bool sends, int socket, std::byte* at, int64_t left) {
+  while (left > 0) {
+    const ssize_t length = sends ? write(socket, at, left) : read(socket, at, left);
+    REQUIRE(length > 0, "%s", sends ? "write" : "read");
+    at += length, left -= length;
   }
+}
+
+// What MPI_Allreduce does: the first node adds.
+bool add_by_sockets(const std::vector<int>& sockets, int node, Type type, std::byte* values, int64_t count) {
+  std::vector<std::byte> received(count * size_of(type));
+  for (size_t other = 1; other < sockets.size() && node == 0; ++other) {
+    transfer(false, sockets[other], received.data(), received.size());
+    add_values(type, {values, received.data()}, count, 1, values);
+  }
+  for (size_t other = 1; other < sockets.size() && node == 0; ++other) {
+    transfer(true, sockets[other], values, received.size());
+  }
+  if (node == 0) return true;
+  transfer(true, sockets[0], values, received.size());
+  transfer(false, sockets[0], values, received.size());
   return true;
 }
 
@@ -286,7 +286,7 @@ Map map_of_memory() {
   };
 }
 
-// Call `act(map, rank, processes, nodes)` in so many processes on each of so many nodes.
+// Call `act(map, rank, processes, nodes, node)` in so many processes on each of so many nodes.
 template <typename Act>
 void in_processes(int num_nodes, int size, Act act) {
   std::vector<Sockets> sockets;
@@ -303,8 +303,8 @@ void in_processes(int num_nodes, int size, Act act) {
         std::vector<int> of_node(size);
         REQUIRE(read(gate[0], of_node.data(), size * sizeof(int)) == static_cast<ssize_t>(size * sizeof(int)), "read");
         const std::vector<int>& of_rank = sockets[rank][node];
-        const auto exchange = [&of_rank](auto... what) { return exchange_by_sockets(of_rank, what...); };
-        act(map, rank, of_node, Nodes{num_nodes, node, exchange});
+        const auto add = [&of_rank, node](auto... what) { return add_by_sockets(of_rank, node, what...); };
+        act(map, rank, of_node, Nodes{num_nodes, add}, node);
         std::exit(0);
       }
       processes.push_back(process);
@@ -342,18 +342,19 @@ int main(int argc, char** argv) {
     return 0;
   }
   uint64_t* digests = static_cast<uint64_t*>(memory);
-  in_processes(num_nodes, size, [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes& nodes) {
-    run_rank(map, rank, processes, seed, num_calls, nodes, digests);
-  });
+  const auto run = [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes& nodes, int node) {
+    run_rank(map, rank, processes, seed, num_calls, nodes, node, digests);
+  };
+  in_processes(num_nodes, size, run);
   for (int rank = 0; rank < num_nodes * size; ++rank)
     REQUIRE(digests[rank] == digests[0], "rank %d has other bits", rank);
   if (num_nodes > 1) return 0;
   for (bool has_ended : {false, true}) {
-    in_processes(1, size, [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes&) {
+    in_processes(1, size, [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes&, int) {
       run_wrong_rank(map, rank, processes, has_ended);
     });
   }
-  in_processes(1, size, [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes&) {
+  in_processes(1, size, [&](const Map& map, int rank, const std::vector<int>& processes, const Nodes&, int) {
     run_failing_rank(map, rank, processes);
   });
   return 0;

@@ -12,13 +12,14 @@ LIBRARY = Path(__file__).with_name("libringtrain.so")
 
 
 class Nodes(NamedTuple):
-    """Nodes of a run, and MPI among ranks of equal local rank."""
+    """Nodes of a run, and MPI's all-reduce among ranks of equal local rank: its address, and handles for it."""
 
     size: int = 1
-    mine: int = 0
-    send_receive: int | None = None  # address, and handles for it
+    all_reduce: int | None = None
     communicator: int | None = None
-    byte: int | None = None
+    in_place: int | None = None
+    types: Sequence[int] = (0,) * 6  # of float16, bfloat16, float32, float64, int32, int64
+    operations: Sequence[int | None] = (0,) * 6  # sums of these
 
 
 class Operations(NamedTuple):
@@ -45,10 +46,19 @@ def find_nodes(local_rank: int, rank: int) -> Nodes:
     from mpi4py import MPI
 
     of_local_rank = MPI.COMM_WORLD.Split(color=local_rank, key=rank)
-    send_receive = ctypes.CDLL(MPI.__file__).MPI_Sendrecv  # from mpi4py's own library
-    address = ctypes.cast(send_receive, ctypes.c_void_p).value
-    handles = [MPI._handleof(handle) for handle in (of_local_rank, MPI.BYTE)]
-    return Nodes(of_local_rank.Get_size(), of_local_rank.Get_rank(), address, *handles)
+    mpi, own = ctypes.CDLL(MPI.__file__), ctypes.CDLL(str(LIBRARY))  # the former has the functions of mpi4py's MPI
+    sums = [ctypes.c_void_p(), ctypes.c_void_p()]
+    for function, handle in zip((own.ringtrain_add_halves, own.ringtrain_add_bfloat16s), sums, strict=True):
+        mpi.MPI_Op_create(function, 1, ctypes.byref(handle))
+    types = (MPI.UINT16_T, MPI.UINT16_T, MPI.FLOAT, MPI.DOUBLE, MPI.INT32_T, MPI.INT64_T)
+    return Nodes(
+        size=of_local_rank.Get_size(),
+        all_reduce=ctypes.cast(mpi.MPI_Allreduce, ctypes.c_void_p).value,
+        communicator=MPI._handleof(of_local_rank),
+        in_place=int(MPI.IN_PLACE),
+        types=[MPI._handleof(each) for each in types],
+        operations=[*(handle.value for handle in sums), *[MPI._handleof(MPI.SUM)] * 4],
+    )
 
 
 class Event(ctypes.Structure):
@@ -81,6 +91,7 @@ def join(descriptor: int, local_rank: int, processes: Sequence[int], patience: P
     """Return the operation's attribute ``group``; -1 on failure."""
     function = ctypes.CDLL(str(LIBRARY)).ringtrain_join
     numbers = (ctypes.c_int * len(processes))(*processes)
-    handles = map(ctypes.c_void_p, (nodes.send_receive, nodes.communicator, nodes.byte))
     waits = [ctypes.c_int64(round(seconds * 1e9)) for seconds in patience]
-    return int(function(descriptor, local_rank, len(processes), numbers, *waits, nodes.size, nodes.mine, *handles))
+    handles = map(ctypes.c_void_p, (nodes.all_reduce, nodes.communicator, nodes.in_place))
+    lists = [(ctypes.c_void_p * len(each))(*each) for each in (nodes.types, nodes.operations)]
+    return int(function(descriptor, local_rank, len(processes), numbers, *waits, nodes.size, *handles, *lists))

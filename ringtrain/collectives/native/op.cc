@@ -293,33 +293,42 @@ std::byte* map_memory(int descriptor, int64_t offset, int64_t length, bool is_wr
 }  // namespace
 }  // namespace ringtrain
 
-// MPI_Sendrecv of the process's MPI. Handles are pointers (Open MPI) or integers (MPICH), with the same calling
+// MPI_Allreduce of the process's MPI. Handles are pointers (Open MPI) or integers (MPICH), with the same calling
 // convention.
-using SendReceive = int (*)(const void* sent, int num_sent, void* type, int to, int tag, void* received,
-                            int num_received, void* received_type, int from, int received_tag, void* communicator,
-                            void* status);
+using AllReduce = int (*)(const void* sent, void* received, int count, void* type, void* operation, void* communicator);
 
-// Join a node's ranks, which all have `descriptor` open, and the ranks of equal local rank on other nodes: `node` is
-// this one's number in `communicator`. Returns the operation's attribute `group`; -1 if memory cannot be mapped.
-extern "C" __attribute__((visibility("default"))) int ringtrain_join(int descriptor, int rank, int size,
-                                                                     const int* processes, int64_t spin_ns,
-                                                                     int64_t stall_ns, int num_nodes, int node,
-                                                                     SendReceive send_receive, void* communicator,
-                                                                     void* byte) {
+// For MPI_Op_create, as MPI has no halves.
+extern "C" __attribute__((visibility("default"))) void ringtrain_add_halves(void* in, void* sums, int* count, void*) {
+  std::byte* to = static_cast<std::byte*>(sums);
+  ringtrain::add_values(ringtrain::Type::kHalf, {static_cast<std::byte*>(in), to}, *count, 1, to);
+}
+extern "C" __attribute__((visibility("default"))) void ringtrain_add_bfloat16s(void* in, void* sums, int* count,
+                                                                               void*) {
+  std::byte* to = static_cast<std::byte*>(sums);
+  ringtrain::add_values(ringtrain::Type::kBfloat16, {static_cast<std::byte*>(in), to}, *count, 1, to);
+}
+
+// Join a node's ranks, which all have `descriptor` open, and the ranks of equal local rank on other nodes, by MPI's
+// handles; `types` and `operations` in the order of `Type`. Returns the operation's attribute `group`; -1 if memory
+// cannot be mapped.
+extern "C" __attribute__((visibility("default"))) int ringtrain_join(
+    int descriptor, int rank, int size, const int* processes, int64_t spin_ns, int64_t stall_ns, int num_nodes,
+    AllReduce all_reduce, void* communicator, void* in_place, void* const* types, void* const* operations) {
   using ringtrain::Group;
   const int own = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
   if (own < 0) return -1;
   const auto map = [own](int64_t offset, int64_t length, bool is_writable) {
     return ringtrain::map_memory(own, offset, length, is_writable);
   };
-  const auto exchange = [=](const void* sent, int64_t num_sent, int to, void* received, int64_t num_received,
-                            int from) {
-    int64_t status[16];  // larger than any MPI's
-    return send_receive(sent, static_cast<int>(num_sent), byte, to, 0, received, static_cast<int>(num_received), byte,
-                        from, 0, communicator, status) == 0;  // mpi4py makes MPI return errors
+  const std::vector<void*> all_types(types, types + ringtrain::kNumTypes);
+  const std::vector<void*> all_operations(operations, operations + ringtrain::kNumTypes);
+  const auto add = [=](ringtrain::Type type, std::byte* values, int64_t count) {
+    const int kind = static_cast<int>(type), number = static_cast<int>(count);
+    // mpi4py makes MPI return errors.
+    return all_reduce(in_place, values, number, all_types[kind], all_operations[kind], communicator) == 0;
   };
   auto transport = ringtrain::Transport::open(map, rank, std::vector<int>(processes, processes + size),
-                                              {spin_ns, stall_ns}, {num_nodes, node, exchange});
+                                              {spin_ns, stall_ns}, {num_nodes, add});
   if (transport == nullptr) {
     close(own);
     return -1;

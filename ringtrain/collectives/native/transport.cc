@@ -25,7 +25,6 @@ namespace {
 
 constexpr int64_t kChunkBytes = 256 * 1024;
 constexpr int64_t kChunkBytesOfNodes = 1024 * 1024;  // messages have a fixed cost
-constexpr int64_t kRingBytes = 64 * 1024;            // of a segment; above, fewer bytes matter more than fewer messages
 constexpr int kSlots = 4;                            // chunks in flight
 constexpr int64_t kShortBytes = 64 * 1024;           // read from other ranks, if each rank adds everything
 constexpr int64_t kMaxParts = 4096;                  // with shared squares
@@ -166,11 +165,9 @@ Error Transport::begin(uint64_t meaning, const Parts& parts, bool may_share) {
     are_free &= state(rank).free_results[parity].load(std::memory_order_relaxed);
   }
   if (nodes_.count > 1) {
-    uint64_t theirs = 0;
-    const int after = (nodes_.mine + 1) % nodes_.count, before = (nodes_.mine + nodes_.count - 1) % nodes_.count;
-    if (!nodes_.exchange(&meaning, sizeof meaning, after, &theirs, sizeof theirs, before))
-      return stop(kLostNode, rank_);
-    if (theirs != meaning) return stop(kApart, rank_);
+    uint64_t total = meaning;
+    if (!nodes_.all_reduce(Type::kInt64, reinterpret_cast<std::byte*>(&total), 1)) return stop(kLostNode, rank_);
+    if (total != meaning * nodes_.count) return stop(kApart, rank_);
   }
   for (size_t number = 0; number < results.size(); ++number) {
     if (are_free >> number & 1) result_ = results[number].get();
@@ -305,72 +302,27 @@ void Transport::add_range(Parts& parts, const Range& chunk, const Range& range, 
   });
 }
 
-// Add a range over all nodes. Each value is summed once, or identically everywhere: the same bits.
+// Sum a range over all nodes: neighbors of one type together, with the padding between them.
 void Transport::add_over_nodes(Parts& parts, const Range& range, std::byte* sums, double* squares) {
-  received_.resize(range.end - range.begin);
-  if (range.end - range.begin < kRingBytes) {
-    add_by_doubling(parts, range, sums);
-  } else {
-    add_by_ring(parts, range, sums);
-  }
+  Range run = {range.begin, range.begin};
+  Type type = Type::kInt64;
+  bool is_done = true;
+  const auto reduce = [&] {
+    const int64_t count = (run.end - run.begin) / size_of(type);
+    is_done = is_done && (count == 0 || nodes_.all_reduce(type, sums + run.begin, count));
+  };
+  for_each_piece(parts, range.begin, range.end, [&](size_t, Part& part, int64_t, int64_t at, int64_t bytes) {
+    if (part.type != type) {
+      reduce();
+      type = part.type;
+      run.begin = at;
+    }
+    run.end = at + bytes;
+  });
+  reduce();
+  if (!is_done) stop(kLostNode, rank_);
   for_each_piece(parts, range.begin, range.end, [&](size_t index, Part& part, int64_t, int64_t at, int64_t bytes) {
     squares[index] += add_values(part.type, {sums + at}, bytes / size_of(part.type), part.scale, sums + at);
-  });
-}
-
-// Recursive doubling: few messages. Nodes beyond a power of two first send theirs to a partner, and receive the sum at
-// the end.
-void Transport::add_by_doubling(Parts& parts, const Range& range, std::byte* sums) {
-  const Range nothing = {range.begin, range.begin};
-  int power = 1;
-  while (2 * power <= nodes_.count) power *= 2;
-  const bool is_beyond = nodes_.mine >= power;
-  const int partner = is_beyond ? nodes_.mine - power : nodes_.mine + power;
-  if (partner < nodes_.count) {
-    exchange(sums, is_beyond ? range : nothing, partner, is_beyond ? nothing : range, partner);
-    if (!is_beyond) add_received(parts, range, sums);
-  }
-  for (int distance = 1; distance < power && !is_beyond; distance *= 2) {
-    exchange(sums, range, nodes_.mine ^ distance, range, nodes_.mine ^ distance);
-    add_received(parts, range, sums);
-  }
-  if (partner < nodes_.count) {
-    exchange(sums, is_beyond ? nothing : range, partner, is_beyond ? range : nothing, partner);
-    if (is_beyond) std::memcpy(sums + range.begin, received_.data(), range.end - range.begin);
-  }
-}
-
-// Ring: 2 (nodes - 1) / nodes of the range per node. Blocks are added in one round and distributed in another.
-void Transport::add_by_ring(Parts& parts, const Range& range, std::byte* sums) {
-  const int count = nodes_.count, after = (nodes_.mine + 1) % count, before = (nodes_.mine + count - 1) % count;
-  const int64_t lines = (range.end - range.begin) / kLine;
-  const auto block = [&](int number) -> Range {
-    const int64_t which = (number % count + count) % count;
-    return {range.begin + lines * which / count * kLine, range.begin + lines * (which + 1) / count * kLine};
-  };
-  for (int step = 0; step < count - 1; ++step) {
-    const Range in = block(nodes_.mine - step - 1);
-    exchange(sums, block(nodes_.mine - step), after, in, before);
-    add_received(parts, in, sums);
-  }
-  for (int step = 0; step < count - 1; ++step) {
-    const Range in = block(nodes_.mine - step);
-    exchange(sums, block(nodes_.mine - step + 1), after, in, before);
-    std::memcpy(sums + in.begin, received_.data(), in.end - in.begin);
-  }
-}
-
-// Offsets are relative to `sums`.
-void Transport::exchange(const std::byte* sums, const Range& out, int to, const Range& in, int from) {
-  if (!broken_.empty()) return;
-  const int64_t num_sent = out.end - out.begin, num_received = in.end - in.begin;
-  if (!nodes_.exchange(sums + out.begin, num_sent, to, received_.data(), num_received, from)) stop(kLostNode, rank_);
-}
-
-void Transport::add_received(Parts& parts, const Range& range, std::byte* sums) {
-  const std::byte* received = received_.data() - range.begin;
-  for_each_piece(parts, range.begin, range.end, [&](size_t, Part& part, int64_t, int64_t at, int64_t bytes) {
-    add_values(part.type, {received + at, sums + at}, bytes / size_of(part.type), 1, sums + at);
   });
 }
 

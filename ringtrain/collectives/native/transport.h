@@ -17,6 +17,7 @@
 namespace ringtrain {
 
 enum class Type : uint8_t { kHalf, kBfloat16, kFloat, kDouble, kInt32, kInt64 };
+constexpr int kNumTypes = 6;
 
 // One tensor. `in` may equal `out`.
 struct Part {
@@ -62,12 +63,11 @@ struct Result {
 // Map zeroed shared memory; nullptr on failure. Never unmapped, since tensors may use it.
 using Map = std::function<std::byte*(int64_t offset, int64_t length, bool is_writable)>;
 
-// Other nodes. Ranks of equal local rank exchange their segments.
+// Other nodes. Ranks of equal local rank add their segments.
 struct Nodes {
-  int count = 1, mine = 0;
-  // Send and receive; lengths [bytes] may differ. Returns success.
-  std::function<bool(const void* sent, int64_t num_sent, int to, void* received, int64_t num_received, int from)>
-      exchange;
+  int count = 1;
+  // Sum values over the nodes in place, to the same bits on each. Returns success.
+  std::function<bool(Type type, std::byte* values, int64_t count)> all_reduce;
 };
 
 // In nanoseconds.
@@ -125,10 +125,6 @@ class Transport {
   void put_range(const Parts& parts, const Range& range, std::byte* sums) const;
   void add_range(Parts& parts, const Range& chunk, const Range& range, uint32_t number, double* squares);
   void add_over_nodes(Parts& parts, const Range& range, std::byte* sums, double* squares);
-  void add_by_doubling(Parts& parts, const Range& range, std::byte* sums);
-  void add_by_ring(Parts& parts, const Range& range, std::byte* sums);
-  void add_received(Parts& parts, const Range& range, std::byte* sums);
-  void exchange(const std::byte* sums, const Range& out, int to, const Range& in, int from);
   void prepare_result(std::vector<std::unique_ptr<Result>>& results);
 
   const Map map_;
@@ -139,7 +135,6 @@ class Transport {
   std::vector<int> pidfds_;
   const Nodes nodes_;
   const int64_t chunk_bytes_;
-  std::vector<std::byte> received_;
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Result>>> results_;  // by sum
   int64_t end_;                                                                 // of used memory
   uint32_t num_calls_ = 0;

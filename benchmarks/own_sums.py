@@ -27,7 +27,7 @@ def main() -> None:
     start_tensorflow(plan, world)
     import tensorflow as tf
 
-    from ringtrain.collectives import Totals, connect, with_native_sums
+    from ringtrain.collectives import connect, with_native_sums
 
     how = arguments.how
     joined = connect("native" if how == "mpi" else config.backend, world)
@@ -35,12 +35,11 @@ def main() -> None:
 
     def prepare(values: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         tensor = tf.Variable(values)
-        options = {"name": f"sum_{len(values)}", "ordered": True, "read_only": how == "function"}
+        options = {"name": f"sum_{len(values)}", "read_only": how == "function"}
 
         def add() -> Any:
             mine = [tensor.read_value()]
-            totals = Totals([*map(tf.identity, mine)]) if how == "nothing" else collective.all_reduce(mine, **options)
-            return totals.tensors[0]
+            return tf.identity(mine[0]) if how == "nothing" else collective.sum_in_order(mine, **options).tensors[0]
 
         compiled = tf.function(add, jit_compile=False)
         return (add if how == "eager" else compiled), lambda total: total.numpy()

@@ -6,7 +6,7 @@ import abc
 import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ringtrain.runtime.world import World
 
@@ -19,8 +19,8 @@ NOT_SCALED = (0, 1.0)
 
 class Totals(NamedTuple):
     tensors: list[tf.Tensor]
-    # Sums of squares, float64 [len(tensors)], if known. For ``list_types``: finite if all values are, except float64
-    # (overflow); zero for integers.
+    # Sums of squares, float64 [len(tensors)]; None if ``list_types`` lacks a type. Finite if all values are, except
+    # float64 (overflow); zero for integers.
     squares: tf.Tensor | None = None
 
 
@@ -34,29 +34,36 @@ class Collective(abc.ABC):
     is_ordered: bool = False  # every rank must make all calls in the same order
     may_use_mpi: bool = False
     sums_bfloat16: bool = True
-    list_types: Collection[str] = ()  # in an ordered sum, many tensors of these are as fast as one
+    list_types: Collection[str] = ()  # in ``sum_in_order``, many tensors of these are as fast as one
 
     @abc.abstractmethod
-    def all_reduce(
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Sum each tensor over all ranks, in graphs and eagerly.
+
+        Args:
+            tensors: of one type, any shapes, the same on every rank.
+            name: unique in a graph.
+        """
+
+    def sum_in_order(
         self,
         tensors: Sequence[tf.Tensor],
         *,
         name: str,
-        ordered: bool = False,
         read_only: bool = False,
         scaled: tuple[int, float] = NOT_SCALED,
     ) -> Totals:
-        """Sum each tensor over all ranks, in graphs and eagerly.
+        """Sum like ``all_reduce``, without negotiation: every rank makes these sums in the same order, one at a time.
 
         Args:
-            tensors: of one type (unless in ``list_types``), any shapes, the same on every rank.
+            tensors: of one type, or of several in ``list_types``.
             name: unique in a graph.
-            ordered: every rank makes these sums in the same order, one at a time: no negotiation.
             read_only: the sums may be in shared memory until the next sum of this name: no variable may take over their
                 buffers. Same on all ranks.
-            scaled: number of leading tensors to scale, and the factor; only for ordered sums of ``list_types``, if it
-                needs no further pass over memory.
+            scaled: number of leading tensors to scale, and the factor; only for ``list_types``.
         """
+        del read_only, scaled
+        return Totals(self.all_reduce(tensors, name=name))
 
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
@@ -64,7 +71,7 @@ class Collective(abc.ABC):
 
     def reduce_scatter(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """Sum ``[size * n]``; return this rank's ``[n]``."""
-        [total] = self.all_reduce([tensor], name=name).tensors
+        [total] = self.all_reduce([tensor], name=name)
         length = tensor.shape[0] // self.world.size
         return total[self.world.rank * length : (self.world.rank + 1) * length]
 
@@ -111,8 +118,8 @@ class Solo(Collective):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
-        return Totals(list(tensors))
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        return list(tensors)
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return tensor

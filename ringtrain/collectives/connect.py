@@ -109,5 +109,5 @@ def find_wrong_sum(collective: Collective, expected: float) -> float | None:
     import tensorflow as tf
 
     tensors = [tf.fill([size], collective.world.rank + 1.0) for size in SIZES]
-    totals = collective.all_reduce(tensors, name="checks/sum").tensors
+    totals = collective.all_reduce(tensors, name="checks/sum")
     return next((float(value) for total in totals for value in total.numpy() if value != expected), None)

@@ -129,9 +129,7 @@ def add(parts: Tensors, collective: Collective, name: str) -> Tensors:
                 [tf.convert_to_tensor(whole) for whole in upstream], collective, next(gradient_names)
             )
 
-        return collective.all_reduce(
-            [prevent_constant_folding(part) for part in parts], name=group_name
-        ).tensors, gradient
+        return collective.all_reduce([prevent_constant_folding(part) for part in parts], name=group_name), gradient
 
     def sum_group(group: Tensors) -> Tensors:
         return tf.nest.flatten(

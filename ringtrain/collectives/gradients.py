@@ -41,7 +41,7 @@ class GradientReduction:
     name: str = "gradients"  # unique
     groups: Sequence[Sequence[int]] | None = None  # fused, of one type each; None: by ``plan_groups``
     in_groups: bool | None = None  # False: one sum; None: by size and cores
-    read_only: bool = False  # see Collective.all_reduce
+    read_only: bool = False  # see Collective.sum_in_order
 
     def __post_init__(self) -> None:
         if self.compression == "bf16" and not self.collective.sums_bfloat16:
@@ -64,7 +64,7 @@ class GradientReduction:
             return self.all_reduce_fused(gradients, control, state)
         summed_state = self.sum_state(state)
         if control is not None:  # overlaps the backward pass
-            [control] = self.collective.all_reduce([control], name="control").tensors
+            [control] = self.collective.all_reduce([control], name="control")
         sums = self.all_reduce(gradients)
         is_finite, global_norm = check_finite(sums)
         return Reduced(sums, is_finite, global_norm, control, summed_state)
@@ -92,7 +92,7 @@ class GradientReduction:
         if not self.collective.list_types:
             return self._sum_as_vector(gradients, control, name)._replace(state=self.sum_state(state))
         together = [*map(self.compress, gradients), control, *state]
-        totals = self.collective.all_reduce(together, name=name, ordered=True, read_only=self.read_only)
+        totals = self.collective.sum_in_order(together, name=name, read_only=self.read_only)
         sums = [_cast(total, gradient.dtype) for total, gradient in zip(totals.tensors[:num], gradients, strict=True)]
         control, *summed_state = totals.tensors[num:]
         assert totals.squares is not None
@@ -100,7 +100,7 @@ class GradientReduction:
 
     def _sum_as_vector(self, gradients: Sequence[tf.Tensor], control: tf.Tensor, name: str) -> Reduced:
         vector = tf.concat([*(tf.reshape(gradient, [-1]) for gradient in gradients), control], axis=0)
-        [total] = self.collective.all_reduce([vector], name=name).tensors
+        [total] = self.collective.all_reduce([vector], name=name)
         lengths = [gradient.shape.num_elements() for gradient in gradients]
         of_gradients, control = tf.split(total, [sum(lengths), control.shape[0]])
         parts = tf.split(of_gradients, lengths) if lengths else []
@@ -109,7 +109,7 @@ class GradientReduction:
 
     def sum_state(self, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         def sum_group(values: list[tf.Tensor]) -> list[tf.Tensor]:
-            return self.collective.all_reduce(values, name=f"state/{values[0].dtype.name}").tensors
+            return self.collective.all_reduce(values, name=f"state/{values[0].dtype.name}")
 
         return by_type(state, sum_group)
 
@@ -119,7 +119,7 @@ class GradientReduction:
 
     def single_all_reduce(self, gradients: Sequence[tf.Tensor], *, scaled: tuple[int, float]) -> list[tf.Tensor]:
         GradientReduction.calls += 1
-        return self.collective.all_reduce(gradients, name=f"{self.name}/0", ordered=True, scaled=scaled).tensors
+        return self.collective.sum_in_order(gradients, name=f"{self.name}/0", scaled=scaled).tensors
 
     def is_single_message(self, specs: Sequence[GradientSpec]) -> bool:
         """True if all are summed together, unpacked."""
@@ -139,7 +139,7 @@ class GradientReduction:
 
     def _sum_dense(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         packed = [self.compress(gradient) for gradient in gradients]
-        totals = self.collective.all_reduce(packed, name=name).tensors
+        totals = self.collective.all_reduce(packed, name=name)
         return [_cast(total, gradient.dtype) for total, gradient in zip(totals, gradients, strict=True)]
 
     def _sum_sparse(self, gradient: tf.IndexedSlices, name: str) -> tf.IndexedSlices:

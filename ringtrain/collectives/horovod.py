@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ringtrain.collectives.base import Collective, Totals, mark_collective
+from ringtrain.collectives.base import Collective, mark_collective
 from ringtrain.collectives.mpi import finalize_mpi, gather_by_mpi, require_size
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_failed_import
@@ -58,15 +58,13 @@ class HorovodCollective(Collective):
         self.hvd = hvd
         self.threads = threads
 
-    def all_reduce(
-        self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any
-    ) -> Totals:  # it negotiates an order in every cycle
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         options = {"op": self.hvd.Sum, "name": name, "ignore_name_scope": _is_whole(name)}
         if len(tensors) == 1:  # in place, without the fusion buffer
             totals = [self.hvd.allreduce(tensors[0], **options)]
         else:
             totals = self.hvd.grouped_allreduce(list(tensors), **options)
-        return Totals(mark_collective(totals, name))
+        return mark_collective(totals, name)
 
     @property
     def may_use_mpi(self) -> bool:  # type: ignore[override]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ringtrain.collectives.base import Collective, Totals, mark_collective
+from ringtrain.collectives.base import Collective, mark_collective
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_failed_import
 from ringtrain.messages.ranks import group_ranks, name_ranks
@@ -48,7 +48,7 @@ class MpiCollective(Collective):
         self.world = world
         self._ranks = MPI.COMM_WORLD
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         import tensorflow as tf
 
         def add(*arrays: Array) -> list[Array]:
@@ -60,7 +60,7 @@ class MpiCollective(Collective):
         # MPI has no half-precision type.
         wide = [tf.cast(tensor, tf.float32) if _is_half(tensor) else tensor for tensor in tensors]
         totals = _call(add, wide, name)
-        return Totals([tf.cast(total, tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)])
+        return [tf.cast(total, tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         def gather(part: Array) -> list[Array]:

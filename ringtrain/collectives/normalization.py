@@ -77,7 +77,7 @@ def global_moments(
         def gradient(_: tf.Tensor, of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
             factors = tf.stack([of_mean, of_variance])
             if collective is not None:
-                [factors] = collective.all_reduce([factors], name=f"{name}_gradient").tensors
+                [factors] = collective.all_reduce([factors], name=f"{name}_gradient")
             of_mean, of_variance = tf.unstack(tf.math.divide_no_nan(factors, count))
             differences = x - _spread(mean, x, axes)
             return weights * (_spread(of_mean, x, axes) + 2 * _spread(of_variance, x, axes) * differences)

@@ -111,7 +111,7 @@ class ShardedReduction:
             return reduced._replace(gradients=list(map(cut, reduced.gradients, self.own)))
         summed_state = self.reduction.sum_state(state)
         collective, name = self.reduction.collective, self.reduction.name
-        [control] = collective.all_reduce([control], name="control").tensors
+        [control] = collective.all_reduce([control], name="control")
         mine = list(gradients)
         for number, group in enumerate(self.groups):
             parts = self._reduce_scatter(group, [gradients[i] for i in group], f"{name}/{number}")
@@ -119,7 +119,7 @@ class ShardedReduction:
                 mine[index] = part
         is_finite, norm = check_finite(mine)
         checks = tf.stack([norm**2, tf.cast(~is_finite, norm.dtype)])
-        [checks] = collective.all_reduce([prevent_constant_folding(checks)], name=f"{name}/checks").tensors
+        [checks] = collective.all_reduce([prevent_constant_folding(checks)], name=f"{name}/checks")
         return Reduced(mine, tf.equal(checks[1], 0), tf.sqrt(checks[0]), control, summed_state)
 
     def _reduce_scatter(self, group: Sequence[int], gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:

@@ -25,8 +25,10 @@ def time_all_reduce(collective: Collective, num_bytes: int, *, calls: int = 5, w
 
     @tf.function(jit_compile=False)
     def add() -> tf.Tensor:
-        [total] = collective.all_reduce([tensor], name=f"timing/{num_bytes}", ordered=is_ordered).tensors
-        return total
+        name = f"timing/{num_bytes}"
+        if is_ordered:
+            return collective.sum_in_order([tensor], name=name).tensors[0]
+        return collective.all_reduce([tensor], name=name)[0]
 
     seconds, wrong = [], 0
     for _ in range(warm_up + calls):

@@ -105,7 +105,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         values = np.array([logs[name] for name in names], np.float64)
         weighted = np.where(weights > 0, values * weights, 0.0)  # the mean of no samples is NaN
         with tf.device(self._device):
-            [sums] = ProcessSetCollective().all_reduce([tf.constant([weighted, weights])], name="metrics").tensors
+            [sums] = ProcessSetCollective().all_reduce([tf.constant([weighted, weights])], name="metrics")
         for name, total, weight in zip(names, *sums.numpy(), strict=True):
             logs[name] = float(total / weight) if weight else float("nan")
 

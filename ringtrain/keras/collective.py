@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, Totals, all_gather_object, with_native_sums
+from ringtrain.collectives import Collective, all_gather_object, with_native_sums
 from ringtrain.collectives.differentiable import unique_name
 from ringtrain.collectives.horovod import HorovodCollective
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
@@ -49,7 +49,7 @@ class ProcessSetCollective(HorovodCollective):
     def ranks(self) -> Sequence[int]:
         return self._process_set.ranks or range(self.world.size)
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         options = {
             "op": self._op,
             "process_set": self._process_set,
@@ -58,8 +58,8 @@ class ProcessSetCollective(HorovodCollective):
             "ignore_name_scope": True,
         }
         if len(tensors) == 1:
-            return Totals([hvd.allreduce(tensors[0], **options)])
-        return Totals(hvd.grouped_allreduce(list(tensors), **options))
+            return [hvd.allreduce(tensors[0], **options)]
+        return hvd.grouped_allreduce(list(tensors), **options)
 
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         with tf.device(self._device_sparse):

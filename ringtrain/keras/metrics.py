@@ -21,7 +21,7 @@ class MetricsOverRanks:
     def sum(self) -> npt.NDArray[np.float64]:
         """Sum all metrics' variables over all ranks, float64 [n]. Collective."""
         mine = [np.ravel(keras.ops.convert_to_numpy(v.value)).astype(np.float64) for v in metric_variables(self._model)]
-        [total] = self._collective.all_reduce([tf.constant(np.concatenate([[0.0], *mine]))], name="fit/metrics").tensors
+        [total] = self._collective.all_reduce([tf.constant(np.concatenate([[0.0], *mine]))], name="fit/metrics")
         return np.asarray(total.numpy(), np.float64)[1:]
 
     def read(self, sums: npt.NDArray[np.float64]) -> tuple[dict[str, float], int]:

@@ -148,7 +148,7 @@ class ShardedOptimizer:
 
     def _sum(self, vector: tf.Tensor, *, name: str) -> tf.Tensor:
         """Sum over ranks; the vector is hidden because it is constant on ranks without pieces."""
-        [total] = self._collective.all_reduce([prevent_constant_folding(vector)], name=name, ordered=True).tensors
+        [total] = self._collective.sum_in_order([prevent_constant_folding(vector)], name=name).tensors
         return total
 
     def begin_from_weights(self) -> None:

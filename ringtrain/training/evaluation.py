@@ -153,4 +153,4 @@ class EvalStep:
         return self._reduce([stop_votes, *[nothing] * (2 + len(self.metric_names))])
 
     def _reduce(self, sums: list[tf.Tensor]) -> tf.Tensor:
-        return self._collective.all_reduce([tf.stack(sums)], name="evaluation", ordered=True).tensors[0]
+        return self._collective.sum_in_order([tf.stack(sums)], name="evaluation").tensors[0]

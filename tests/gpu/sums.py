@@ -28,7 +28,7 @@ def main() -> None:
         for number, size in enumerate(SIZES):
             mine = tf.cast(tf.range(size) % 7 + world.rank, dtype)
             expected = world.size * (np.arange(size) % 7) + sum(range(world.size))
-            sums = collective.all_reduce([mine, mine + 1], name=f"sums/{dtype}/{number}").tensors
+            sums = collective.all_reduce([mine, mine + 1], name=f"sums/{dtype}/{number}")
             for total, right in zip(sums, (expected, expected + world.size), strict=True):
                 np.testing.assert_array_equal(total.numpy(), right.astype(dtype), err_msg=f"{size} {dtype}")
     print(f"rank {world.rank} of {world.size} on {device}: {len(DTYPES) * len(SIZES)} sums are right", flush=True)

@@ -205,7 +205,7 @@ def test_a_rank_that_waits_for_another_reports_the_stall(collective: Collective)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
-            total = ranks.all_reduce([tf.constant([1.0])], name="stalled", ordered=True).tensors[0]
+            total = ranks.sum_in_order([tf.constant([1.0])], name="stalled").tensors[0]
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)

@@ -9,7 +9,6 @@ import keras
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Totals
 from ringtrain.collectives.base import Solo
 from ringtrain.collectives.groups import ONE_MESSAGE_BYTES
 from ringtrain.runtime.world import World
@@ -27,9 +26,9 @@ class Recording(Solo):
         super().__init__(ALONE)
         object.__setattr__(self, "sent", [])
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str, **_: Any) -> Totals:
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
-        return Totals(list(tensors))
+        return list(tensors)
 
     sent: list[Message]
 

@@ -93,7 +93,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
     right_update = step.TrainStep._reduce_and_update
-    right_sum, right_reduction = Native.all_reduce, GradientReduction.__call__
+    right_sum, right_reduction = Native.sum_in_order, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
     right_average, right_losses = WeightAverages.update, values.per_sample
     right_evaluate, right_seeds = evaluation.evaluate, local_gradients.LocalGradients._dropout_seeds
@@ -256,7 +256,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
             "_dropout_seeds",
             lambda self, number, micro_batch: right_seeds(self, tf.zeros_like(number), micro_batch),
         ),
-        "a reduction that returns its input": (Native, "all_reduce", its_input),
+        "a reduction that returns its input": (Native, "sum_in_order", its_input),
         "a mean of means": (SampleOrder, "_plan", mean_of_means),
         "a duplicated sample": (SampleOrder, "_plan", duplicated_sample),
         "augmentation seeded by rank": (pipeline, "sample_keys", keys_of_each_rank),

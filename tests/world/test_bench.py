@@ -43,13 +43,13 @@ def test_bench_counts_wrong_values_and_fails(collective: Any) -> None:
 
     options = Options(max_bytes=1024, calls=1, warm_up=0)
     assert measure(collective, options, "core 0") == 0
-    all_reduce = collective.all_reduce
+    sum_in_order = collective.sum_in_order
 
     def reduce_wrongly(tensors: Any, **options: Any) -> Any:
-        [total] = all_reduce(tensors, **options).tensors
+        [total] = sum_in_order(tensors, **options).tensors
         return Totals([total + tf.one_hot(0, 256)])
 
-    with patch.object(collective, "all_reduce", reduce_wrongly):
+    with patch.object(collective, "sum_in_order", reduce_wrongly):
         assert measure(collective, options, "core 0") == 1
 
 

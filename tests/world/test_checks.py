@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ringtrain.collectives import Collective, Totals
+from ringtrain.collectives import Collective
 from ringtrain.collectives.connect import require_working_sums
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import SHARED_GPUS, plan_devices
@@ -80,7 +80,7 @@ def test_a_backend_that_does_not_sum_is_refused_on_all_ranks(collective: Any, gp
 
     def reduce_on_others(tensors: Any, *, name: str) -> Any:
         totals = all_reduce(tensors, name=name)
-        return Totals([*totals.tensors[:-1], tensors[-1]]) if collective.world.rank == last else totals
+        return [*totals[:-1], tensors[-1]] if collective.world.rank == last else totals
 
     right = size * (size + 1) // 2
     remedy = "make setup GPU=1" if gpu else r"Compile it again: make setup\."

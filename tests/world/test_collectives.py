@@ -77,7 +77,7 @@ def test_sum_adds_over_all_ranks(collective: Collective) -> None:
     for dtype in ("float16", "float32", "float64", "int32", "int64"):
         mine = [tf.constant(values_of_rank(world.rank, shape, dtype)) for shape in shapes]
         for tensors in (mine, mine[1:2]):  # a group, and a lone tensor
-            sums = collective.all_reduce(tensors, name=f"sum/{dtype}/{len(tensors)}").tensors
+            sums = collective.all_reduce(tensors, name=f"sum/{dtype}/{len(tensors)}")
             for tensor, total in zip(tensors, sums, strict=True):
                 expected = np.sum(values_of_all(world.size, tuple(tensor.shape), dtype), axis=0)
                 np.testing.assert_array_equal(total, expected)
@@ -87,7 +87,7 @@ def test_sum_adds_over_all_ranks(collective: Collective) -> None:
 @on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_sum_works_in_a_graph(collective: Collective) -> None:
     rank, size = collective.world.rank, collective.world.size
-    add = tf.function(lambda tensor: collective.all_reduce([tensor, 2 * tensor], name="graph").tensors, autograph=False)
+    add = tf.function(lambda tensor: collective.all_reduce([tensor, 2 * tensor], name="graph"), autograph=False)
     for step in range(3):
         once, twice = add(tf.constant([float(rank + step)]))
         assert float(once[0]) == sum(range(size)) + step * size
@@ -103,9 +103,8 @@ def test_an_ordered_sum_is_the_same_sum(collective: Collective) -> None:
     for dtype in ("float16", "float32", "float64"):
         mine = [tf.constant(values_of_rank(world.rank, shape, dtype)) for shape in shapes]
         expected = [np.sum(values_of_all(world.size, shape, dtype), axis=0, dtype=dtype) for shape in shapes]
-        all_reduce = functools.partial(collective.all_reduce, ordered=True)
-        add = tf.function(functools.partial(all_reduce, name=f"ordered/{dtype}/graph"), autograph=False)
-        for totals in (all_reduce(mine, name=f"ordered/{dtype}"), add(mine), add(mine)):
+        add = tf.function(functools.partial(collective.sum_in_order, name=f"ordered/{dtype}/graph"), autograph=False)
+        for totals in (collective.sum_in_order(mine, name=f"ordered/{dtype}"), add(mine), add(mine)):
             for tensor, total, sum_of_all in zip(mine, totals.tensors, expected, strict=True):
                 assert (total.dtype, total.shape) == (tensor.dtype, tensor.shape)
                 np.testing.assert_array_equal(total, sum_of_all)
@@ -123,8 +122,8 @@ def test_an_ordered_sum_may_overlap_with_horovod_s_sums(collective: Collective) 
     @tf.function(autograph=False)
     def add(step: tf.Tensor) -> list[tf.Tensor]:
         parts = [collective.all_reduce([step + rank + number], name=f"beside/{number}") for number in range(4)]
-        ordered = collective.all_reduce([tf.reshape(step + rank, [1])], name="beside/ordered", ordered=True)
-        return [each.tensors[0] for each in (ordered, *parts)]
+        ordered = collective.sum_in_order([tf.reshape(step + rank, [1])], name="beside/ordered").tensors
+        return [each[0] for each in (ordered, *parts)]
 
     for step in range(50):
         [ordered], *parts = add(tf.constant(float(step)))
@@ -173,9 +172,7 @@ def test_horovod_reduces_everything_only_if_requested(collective: Collective) ->
     asked_for = connect("horovod", collective.world)
     assert isinstance(asked_for, HorovodCollective)
     mine = tf.constant(values_of_rank(collective.world.rank, (5,)))
-    [by_horovod], [natively] = (
-        each.all_reduce([mine], name="asked", ordered=True).tensors for each in (asked_for, collective)
-    )
+    [by_horovod], [natively] = (each.sum_in_order([mine], name="asked").tensors for each in (asked_for, collective))
     np.testing.assert_array_equal(by_horovod, natively)
 
 
@@ -431,13 +428,11 @@ def test_a_small_model_and_ranks_of_one_core_send_one_message(collective: Collec
             with (
                 mock.patch.object(collective, "overlaps_compute", overlaps),
                 mock.patch.object(collective, "all_reduce", wraps=collective.all_reduce) as all_reduce,
+                mock.patch.object(collective, "sum_in_order", wraps=collective.sum_in_order) as in_order,
             ):
                 tf.function(reduction, autograph=False)([gradient], control)
-            assert [call.kwargs.get("ordered", False) for call in all_reduce.call_args_list] == (
-                [True] if is_one else [False, False]
-            )
-            shares = [call.kwargs.get("read_only", False) for call in all_reduce.call_args_list]
-            assert any(shares) is (is_one and read_only)
+            assert (in_order.call_count, all_reduce.call_count) == ((1, 0) if is_one else (0, 2))
+            assert [call.kwargs["read_only"] for call in in_order.call_args_list] == [read_only] * is_one
 
 
 @on_ranks(1, 2, 3)

@@ -51,7 +51,7 @@ def test_tensors_of_all_types_are_summed_together(collective: Collective) -> Non
     mine = [tf.cast(values, dtype) for values, (_, dtype) in zip(of(world.rank), specs, strict=True)]
     expected = [np.sum(parts, axis=0, dtype=parts[0].dtype) for parts in zip(*map(of, range(world.size)), strict=True)]
     for read_only in (False, True):
-        add = functools.partial(collective.all_reduce, ordered=True, read_only=read_only)
+        add = functools.partial(collective.sum_in_order, read_only=read_only)
         in_graph = tf.function(functools.partial(add, name=f"graph/{read_only}"), autograph=False)
         for totals in (add(mine, name="eager"), *(in_graph(mine) for _ in range(5))):
             for tensor, total, right in zip(mine, totals.tensors, expected, strict=True):
@@ -68,7 +68,7 @@ def test_a_sum_is_unchanged_by_later_sums(collective: Collective) -> None:
 
     @tf.function(autograph=False)
     def add(tensor: tf.Tensor) -> Any:
-        return collective.all_reduce([tensor], name="kept", ordered=True, read_only=True)
+        return collective.sum_in_order([tensor], name="kept", read_only=True)
 
     kept: list[tuple[tf.Tensor, float]] = []
     generator = np.random.default_rng(collective.world.rank)  # each rank keeps others
@@ -90,7 +90,7 @@ def test_tensorflow_does_not_write_into_shared_memory(collective: Collective) ->
 
     @tf.function(autograph=False)
     def compute(values: tf.Tensor) -> Any:
-        [total] = collective.all_reduce([values], name="used", ordered=True, read_only=True).tensors
+        [total] = collective.sum_in_order([values], name="used", read_only=True).tensors
         variable.assign(total)
         variable.assign_add(tf.ones_like(total))
         changed = [
@@ -187,7 +187,7 @@ def test_mismatched_sums_are_an_error_on_every_rank(collective: Collective) -> N
     rank = collective.world.rank
     for number in range(2):
         with pytest.raises(tf.errors.AbortedError, match="the ranks are at different places of the program"):
-            native.all_reduce([tf.zeros([3 + rank])], name=f"other/{number}", ordered=True)
+            native.sum_in_order([tf.zeros([3 + rank])], name=f"other/{number}")
 
 
 @on_ranks(2)

@@ -50,20 +50,22 @@ class Native(Collective):
         self._names: dict[int, str] = {}
         self._timeline = Path()
 
-    def all_reduce(
+    def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        # Horovod has no bfloat16. Functions run these in program order.
+        if self.is_ordered or any(tensor.dtype == tf.bfloat16 for tensor in tensors):
+            return self.sum_in_order(tensors, name=name).tensors
+        return self._carrier.all_reduce(tensors, name=name)
+
+    def sum_in_order(
         self,
         tensors: Sequence[tf.Tensor],
         *,
         name: str,
-        ordered: bool = False,
         read_only: bool = False,
         scaled: tuple[int, float] = NOT_SCALED,
     ) -> Totals:
-        is_known = all(tensor.dtype.name in self.list_types for tensor in tensors)
-        # Horovod has no bfloat16. Functions run these in program order.
-        is_ordered = ordered or self.is_ordered or any(tensor.dtype == tf.bfloat16 for tensor in tensors)
-        if not (is_known and is_ordered):
-            return self._carrier.all_reduce(tensors, name=name)
+        if any(tensor.dtype.name not in self.list_types for tensor in tensors):
+            return self._carrier.sum_in_order(tensors, name=name)
         totals, squares = self._operations.all_reduce(
             tensors=list(tensors),
             group=self._group,
@@ -115,17 +117,17 @@ class Native(Collective):
             return self._carrier.all_gather(tensor, name=name)
         rank, size = self.world.rank, self.world.size
         count = tf.one_hot(rank, size, dtype=tf.int64) * tf.shape(tensor, tf.int64)[0]
-        [counts] = self.all_reduce([count], name=f"{name}/rows").tensors
+        [counts] = self.all_reduce([count], name=f"{name}/rows")
         around = [tf.reduce_sum(counts[:rank]), tf.reduce_sum(counts[rank + 1 :])]
         bits = _to_bits(tensor)
-        [joined] = self.all_reduce([tf.pad(bits, [around, *[[0, 0]] * (bits.shape.rank - 1)])], name=name).tensors
+        [joined] = self.all_reduce([tf.pad(bits, [around, *[[0, 0]] * (bits.shape.rank - 1)])], name=name)
         return tf.ensure_shape(_from_bits(joined, tensor.dtype), [None, *tensor.shape[1:]])
 
     def broadcast(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         if not self.is_ordered:
             return self._carrier.broadcast(tensors, name=name)
         bits = [_to_bits(tensor) for tensor in tensors]
-        totals = self.all_reduce(bits if self.world.is_rank0 else [*map(tf.zeros_like, bits)], name=name).tensors
+        totals = self.all_reduce(bits if self.world.is_rank0 else [*map(tf.zeros_like, bits)], name=name)
         return [_from_bits(total, tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
 
     def start_timeline(self, directory: str, name: str) -> None:
@@ -215,7 +217,7 @@ def join(collective: Collective, *, stall_seconds: float = 0.0) -> Native | str:
     has_one_core = all(len(its_cores) == 1 for _, _, its_cores, *_ in facts)
     assert operations is not None
     native = Native(collective, operations, group, overlaps_compute=not has_one_core)
-    total = native.all_reduce([tf.constant(world.rank + 1.0)], name="checks/native", ordered=True).tensors[0]
+    total = native.sum_in_order([tf.constant(world.rank + 1.0)], name="checks/native").tensors[0]
     if reason := first_reason(
         None if float(total) == sum(range(1, world.size + 1)) else f"its sum is {float(total):g}"
     ):

@@ -204,7 +204,7 @@ def describe(
     zeros = {key: np.zeros(ranks.before[key].shape) for key in known.variables}
     local = [np.asarray(record.local.get(key, zero), np.float64) / record.loss_scale for key, zero in zeros.items()]
     given = [tf.constant(value) for value in (*local, *(value * count for value in local), np.float64(count))]
-    sums = [total.numpy() for total in collective.all_reduce(given, name="audit/gradients").tensors]
+    sums = [total.numpy() for total in collective.all_reduce(given, name="audit/gradients")]
     means = [total / collective.world.size for total in sums[: len(local)]]
     weighted_means = [total / sums[-1] for total in sums[len(local) : -1]]
     smallest = MIN_SHARE * max(length(one.gradient(key)) for key in known.variables)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from ringtrain.config import OptimizerConfig
 from ringtrain.messages.rules import kind_of
 
 PROGRAM = "python -m ringtrain"
@@ -51,12 +52,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "log_every", "profile", "eval_every_epochs", "eval_every", "best_metric", "best_direction", "stop_after",
         "checkpoint_every", "keep", "max_hours", "copy_to", "tracker",
     ),
-    "optimizer": (
-        "optimizer.name", "optimizer.lr", "optimizer.lr_scale", "optimizer.warmup_epochs", "optimizer.schedule",
-        "optimizer.decay_rate", "optimizer.decay_epochs", "optimizer.momentum", "optimizer.nesterov", "optimizer.rho",
-        "optimizer.epsilon", "optimizer.weight_decay", "optimizer.exclude", "optimizer.trust_coefficient",
-        "optimizer.clip_global_norm", "optimizer.ema",
-    ),
+    "optimizer": tuple(f"optimizer.{field.name}" for field in dataclasses.fields(OptimizerConfig)),
     "computing and communication": (
         "precision", "accumulate", "jit_compile", "compression", "shard_optimizer", "backend", "steps_per_call",
         "deterministic",

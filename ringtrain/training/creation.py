@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,11 +72,12 @@ def choose_optimizer(workload: Workload, config: Config, first_learning_rate: fl
 
 def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
     """Clipping acts on the reduced gradients."""
-    names = ("momentum", "nesterov", "rho", "epsilon", "weight_decay", "trust_coefficient")
-    options = {"global_clipnorm": settings.clip_global_norm, **{name: getattr(settings, name) for name in names}}
-    given = {name: value for name, value in options.items() if value}
     optimizer_class: Any = OWN.get(settings.name) or getattr(keras.optimizers, OPTIMIZER_CLASSES[settings.name])
-    optimizer = optimizer_class(learning_rate=settings.lr, **given)
+    accepted = set(inspect.signature(optimizer_class).parameters) - {"name"}
+    options = {name: value for name, value in vars(settings).items() if name in accepted}
+    given = {name: value for name, value in options.items() if value}
+    clipnorm = settings.clip_global_norm or None
+    optimizer = optimizer_class(learning_rate=settings.lr, global_clipnorm=clipnorm, **given)
     if words := settings.excluded_words:
         optimizer.exclude_from_weight_decay(var_names=[re.escape(word) for word in words])
     return optimizer

@@ -32,6 +32,8 @@ SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, 
 }
 FILES_OF_WAITING_TESTS = ("tests/unit/test_watchdog.py", "tests/unit/test_stopping.py")  # that mostly sleep
 FILES_OF_LONG_TESTS = ("tests/faults/test_matrix.py", "tests/world/test_other_versions.py")
+# Programs that take minutes: none may still run when all other tests are done.
+FILES_OF_LONGEST_TESTS = tuple(f"tests/world/test_{name}.py" for name in ("other_versions", "verify", "wheel"))
 ALONE = "alone"
 BODIES_OF_TWO = "bodies of 2 ranks in tests/"
 FIRST = ("slurm", f"{BODIES_OF_TWO}world", f"{BODIES_OF_TWO}keras", "bodies", "report", "fuzz", "native", "inception")
@@ -64,14 +66,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         temporary.replace(file)
 
 
-def _position_of(item: pytest.Item) -> int:
+def _position_of(item: pytest.Item) -> float:
     """Tests that must run alone come last, when no long one is under way."""
     scope = scope_of(item)
     if scope == ALONE:
         return len(FIRST) + 2
     if not scope and not item.nodeid.startswith(FILES_OF_WAITING_TESTS):
         return len(FIRST) + 1
-    return FIRST.index(scope) if scope in FIRST else len(FIRST)
+    if scope in FIRST:
+        return FIRST.index(scope)
+    return len(FIRST) - 0.5 * item.nodeid.startswith(FILES_OF_LONGEST_TESTS)
 
 
 def pytest_configure(config: pytest.Config) -> None:

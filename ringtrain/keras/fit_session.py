@@ -11,7 +11,6 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import numpy.typing as npt
-import tensorflow as tf
 
 from ringtrain.collectives import all_gather_object, run_on_rank0
 from ringtrain.errors import DivergedError, UsageError
@@ -356,10 +355,7 @@ class FitSession:
         self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
 
     def _require_finite(self) -> None:
-        """The loss may hide gradients, and moving statistics differ between ranks."""
-        mine = bool(_are_finite([variable.value for variable in self._variables.values()]))
-        if all(all_gather_object(self._collective, mine, name="fit/finite")):
-            return
+        """The loss may hide gradients, and moving statistics differ between ranks. Collective."""
         require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
 
     def _diverge(self, num_steps: int) -> None:
@@ -389,10 +385,3 @@ class FitSession:
             )
         self._log.write_validation(means, self._step, epoch=self._progress.epochs_done)
         return self._progress.note_evaluation(self._step, means.values[metric], self._config.best_direction)
-
-
-@tf.function(autograph=False)
-def _are_finite(values: list[tf.Tensor]) -> tf.Tensor:
-    """Check in one call, to be fast: bool []."""
-    floating = [value for value in values if value.dtype.is_floating]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in floating])

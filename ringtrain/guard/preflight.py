@@ -21,12 +21,9 @@ from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.guard.code import PACKAGES, describe_loaded_code, package_version
-from ringtrain.guard.layers import describe_layers, plain
 from ringtrain.messages.ranks import group_ranks, name_ranks
 
 if TYPE_CHECKING:
-    import keras
-
     from ringtrain.workloads.base import Sources
 
 Facts = Mapping[str, str | Sequence[str]]
@@ -77,10 +74,6 @@ def require_same_sources(collective: Collective, sources: Sources) -> None:
     """Compare number and kind of samples; see ``require_same_contents``."""
     facts = dict(itertools.chain(*(describe_source(*named).items() for named in sources._asdict().items())))
     require_alike(collective, facts, DataError, OTHER_DATA, name="preflight/sources")
-
-
-def require_same_training(collective: Collective, facts: Facts) -> None:
-    require_alike(collective, facts, UsageError, OTHER_MODEL, name="preflight/training")
 
 
 def require_alike(
@@ -186,32 +179,6 @@ def describe_source(name: str, source: Source | Feed | None) -> dict[str, str | 
         arrays = source.arrays().items()
         facts[f"{name} array"] = [f"{place} {array.dtype.name} {list(array.shape[1:])}" for place, array in arrays]
     return facts
-
-
-def describe_training(
-    model: keras.Model,
-    variables: Mapping[str, keras.Variable],
-    optimizer: keras.optimizers.Optimizer,
-    batch_spec: Any,
-    *,
-    metrics: Sequence[str],
-    evaluation_metrics: Sequence[str],
-    **numbers: int,
-) -> dict[str, str | list[str]]:
-    """``numbers``: further facts. ``batch_spec``: (x, y), nested; metrics: names, in the order of their sums."""
-    import tensorflow as tf
-
-    settings = flatten_settings(optimizer.get_config())
-    return {
-        **{name.replace("_", " "): str(number) for name, number in numbers.items()},
-        "batch": str(tf.nest.map_structure(lambda spec: f"{spec.dtype.name} {spec.shape}", batch_spec)),
-        "metric": list(metrics),
-        "metric of the evaluation": list(evaluation_metrics),
-        "optimizer": type(optimizer).__name__,
-        "setting of the optimizer": [f"{name}={plain(value)}" for name, value in settings.items()],
-        "variable": [f"{name} {v.dtype} {list(v.shape)}" for name, v in variables.items()],
-        "setting of the layers": describe_layers(model),
-    }
 
 
 def digest(texts: Sequence[str]) -> str:

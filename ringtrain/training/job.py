@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import keras
+import tensorflow as tf
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
-from ringtrain.config import Config
+from ringtrain.config import Config, flatten_settings
 from ringtrain.data.batches import Batches
 from ringtrain.data.contents import Contents
 from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.data.streaming import with_steps_of_its_own
-from ringtrain.errors import DataError
+from ringtrain.errors import DataError, UsageError
 from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.labels import Labels, keeps_labels
-from ringtrain.guard.preflight import describe_training, require_same_code, require_same_training
+from ringtrain.guard.layers import describe_layers, plain
+from ringtrain.guard.preflight import OTHER_MODEL, require_alike, require_same_code
 from ringtrain.run.resume import Start
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
@@ -122,7 +124,15 @@ def create_job(
         chosen = optimizer() if optimizer else choose_optimizer(workload, config, plan.learning_rate(0))
         spec = batches.element_spec
         step = create_step(workload, config, collective, model, chosen, spec, plan.order, in_groups=in_groups)
-        evaluated = open_evaluation(sources, plan, config, collective, num_threads=num_threads)
+        evaluated = None
+        if sources.evaluation is not None:
+            evaluated = evaluation_batches(
+                sources.evaluation,
+                collective.world,
+                global_batch_size=plan.order.global_batch_size,
+                num_threads=num_threads,
+                skips_bad=config.on_bad_sample == "skip",
+            )
         return step, evaluated, create_eval_step(workload, config, step, evaluated, collective, spec)
 
     step, evaluated, eval_step = raise_on_all_ranks(collective, trace, name="step")
@@ -159,42 +169,34 @@ def open_data(
     return sources, plan_steps(workload, config, sources.train, global_batch_size, first_step=start.step), contents
 
 
-def open_evaluation(
-    sources: Sources, plan: Plan, config: Config, collective: Collective, *, num_threads: int
-) -> Batches | None:
-    if sources.evaluation is None:
-        return None
-    return evaluation_batches(
-        sources.evaluation,
-        collective.world,
-        global_batch_size=plan.order.global_batch_size,
-        num_threads=num_threads,
-        skips_bad=config.on_bad_sample == "skip",
-    )
-
-
 def require_same_job(job: Job, sources: Sources) -> None:
     """Collective."""
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have imported
-    spec, order = job.batches.element_spec, job.plan.order
-    facts = describe_training(
-        job.step.model,
-        job.step.named_variables,
-        job.step.optimizer,
-        (spec.x, spec.y),
-        metrics=job.step.metric_names,
-        evaluation_metrics=job.eval_step.metric_names if job.eval_step else (),
-        seed=order.seed,
-        steps_per_epoch=order.steps_per_epoch,
-        steps=job.plan.total_steps,
-        steps_done=job.plan.first_step,
-        global_batch_size=order.global_batch_size,
-    )
-    require_same_training(collective, facts)
+    require_alike(collective, describe(job), UsageError, OTHER_MODEL, name="preflight/training")
     raise_on_all_ranks(collective, lambda: check_labels(job, sources), name="labels")
     activity.set_phase(Phase.PREPARE, takes_long=True)
     require_same_contents(collective, job.contents)
+
+
+def describe(job: Job) -> dict[str, str | list[str]]:
+    """Facts that must be equal on all ranks."""
+    spec, order, optimizer = job.batches.element_spec, job.plan.order, job.step.optimizer
+    settings = flatten_settings(optimizer.get_config())
+    return {
+        "seed": str(order.seed),
+        "steps per epoch": str(order.steps_per_epoch),
+        "steps": str(job.plan.total_steps),
+        "steps done": str(job.plan.first_step),
+        "global batch size": str(order.global_batch_size),
+        "batch": str(tf.nest.map_structure(lambda part: f"{part.dtype.name} {part.shape}", (spec.x, spec.y))),
+        "metric": list(job.step.metric_names),
+        "metric of the evaluation": list(job.eval_step.metric_names if job.eval_step else ()),
+        "optimizer": type(optimizer).__name__,
+        "setting of the optimizer": [f"{name}={plain(value)}" for name, value in settings.items()],
+        "variable": [f"{name} {v.dtype} {list(v.shape)}" for name, v in job.step.named_variables.items()],
+        "setting of the layers": describe_layers(job.step.model),
+    }
 
 
 def check_labels(job: Job, sources: Sources) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 import keras
 import numpy.typing as npt
+import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
 from ringtrain.config import Config
@@ -22,15 +24,16 @@ from ringtrain.run.progress import Progress
 from ringtrain.run.resume import OpenedRun, Start, describe_way_on
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.machine import format_cores
 from ringtrain.runtime.run_record import is_signal_passed_on
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.terminal.console import Console
 from ringtrain.training.ending import write_warning
-from ringtrain.training.rank_records import describe_ranks, gather_usage
 from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
 from ringtrain.training.summaries import EventFiles
 from ringtrain.workloads.base import Histogram, Images
 
+MAX_RANKS = 2000  # limits the line length in metrics.jsonl
 Variables = Mapping[str, keras.Variable]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -202,3 +205,27 @@ class RunSession:
         for end in (self._writer.wait, self._events.close):
             with contextlib.suppress(RingtrainError):
                 end()
+
+
+def describe_ranks(collective: Collective) -> list[dict[str, Any]]:
+    """Describe all ranks, in their order. Collective."""
+    gpus = tf.config.get_visible_devices("GPU")
+    mine = {
+        "node": collective.world.node,
+        "pid": os.getpid(),
+        "device": gpus[0].name.removeprefix("/physical_device:") if gpus else "CPU",
+        "cores": format_cores(tuple(os.sched_getaffinity(0))),
+    }
+    return all_gather_object(collective, mine, name="ranks")[:MAX_RANKS]
+
+
+def gather_usage(collective: Collective, seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """``seconds``: this rank's, by part of the step. Collective."""
+    mine = {
+        **{name: round(value, 3) for name, value in seconds.items()},
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # Linux: KiB
+    }
+    if tf.config.get_visible_devices("GPU"):
+        with contextlib.suppress(Exception):  # optional on some devices
+            mine["peak_gpu_memory_mib"] = tf.config.experimental.get_memory_info("GPU:0")["peak"] // 2**20
+    return all_gather_object(collective, mine, name="usage")[:MAX_RANKS]

@@ -1,8 +1,10 @@
-"""Variables that must be equal on all ranks: names and broadcast."""
+"""Variables that must be equal on all ranks: names in checkpoints, and broadcast."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +13,9 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective
 from ringtrain.errors import UsageError
-from ringtrain.run.names import number_twins, without_optimizer_names
 
 BROADCAST_BYTES = 64 * 2**20
+UNNAMED = re.compile(r"variable(_\d+)?")
 
 
 def is_seed_state(variable: keras.Variable) -> bool:
@@ -43,6 +45,16 @@ def named_slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[str, keras.
     return list(zip(without_optimizer_names([v.path for v in variables]), variables, strict=True))
 
 
+def without_optimizer_names(paths: Sequence[str]) -> list[str]:
+    """Remove the optimizer's name, which Keras chooses: the prefix of the variable ``iteration``.
+
+    Wrappers list inner optimizers' names too. Unnamed variables (one of Nadam's) lose Keras' process-wide number.
+    """
+    prefixes = {path.removesuffix("iteration") for path in paths if path.endswith("/iteration")}
+    names = [path.removeprefix(max((p for p in prefixes if path.startswith(p)), key=len, default="")) for path in paths]
+    return ["variable" if UNNAMED.fullmatch(name) else name for name in names]
+
+
 def slots_that_begin_as_weights(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
     """Pairs (weight, slot)."""
     schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # since Keras 3.14
@@ -55,6 +67,25 @@ def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, k
     items = [(f"{kind}/{path}", variable) for kind, variables in kinds.items() for path, variable in variables]
     names = number_twins([name for name, _ in items])  # two layers with one name
     return {name: variable for name, (_, variable) in zip(names, items, strict=True)}
+
+
+def number_twins(names: Sequence[str]) -> list[str]:
+    """Append ``#2``, ``#3`` and so on to duplicates."""
+    numbered: dict[str, None] = {}
+    for name in names:
+        twins = (name if number == 1 else f"{name}#{number}" for number in itertools.count(1))
+        numbered[next(twin for twin in twins if twin not in numbered)] = None
+    return list(numbered)
+
+
+def describe_difference(expected: Sequence[str], found: Sequence[str]) -> str:
+    missing = [name for name in expected if name not in set(found)]
+    extra = [name for name in found if name not in set(expected)]
+    parts = []
+    for title, names in (("missing", missing), ("not in the model", extra)):
+        if names:
+            parts.append(f"{title}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}")
+    return "; ".join(parts)
 
 
 def broadcast_variables(variables: Sequence[keras.Variable], collective: Collective) -> None:

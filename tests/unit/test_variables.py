@@ -6,8 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from ringtrain.run.names import number_twins, without_optimizer_names
-from ringtrain.run.variables import named_slots, slots_that_begin_as_weights
+from ringtrain.run.variables import named_slots, number_twins, slots_that_begin_as_weights, without_optimizer_names
 
 
 def built(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

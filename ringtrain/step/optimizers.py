@@ -192,37 +192,17 @@ class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
         return {**super().get_config(), **own}
 
 
-class FusedSGD(FusedSGDUpdate, keras.optimizers.SGD):
-    pass
-
-
-class FusedAdam(FusedAdamUpdate, keras.optimizers.Adam):
-    pass
-
-
-class FusedAdamW(FusedAdamUpdate, keras.optimizers.AdamW):
-    pass
-
-
-class FusedRMSprop(FusedRMSpropUpdate, keras.optimizers.RMSprop):
-    pass
-
-
 # TensorFlow has no operation for the other formulas.
-OWN = {
-    "sgd": FusedSGD,
-    "adam": FusedAdam,
-    "adamw": FusedAdamW,
-    "rmsprop": FusedRMSprop,
-    "lamb": LayerwiseLamb,
-    "lars": LARS,
-}
 FUSED_UPDATES: dict[type, type] = {
     keras.optimizers.SGD: FusedSGDUpdate,
     keras.optimizers.Adam: FusedAdamUpdate,
     keras.optimizers.AdamW: FusedAdamUpdate,
     keras.optimizers.RMSprop: FusedRMSpropUpdate,
 }
+OWN: dict[str, Any] = {
+    plain.__name__.lower(): type(f"Fused{plain.__name__}", (update, plain), {"__module__": __name__})
+    for plain, update in FUSED_UPDATES.items()
+} | {"lamb": LayerwiseLamb, "lars": LARS}
 
 
 def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:

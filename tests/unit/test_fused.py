@@ -10,18 +10,18 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.run.variables import named_slots
-from ringtrain.step.optimizers import LARS, FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD, LayerwiseLamb
+from ringtrain.step.optimizers import LARS, OWN, LayerwiseLamb
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "sgd": (FusedSGD, keras.optimizers.SGD, {}),
-    "momentum": (FusedSGD, keras.optimizers.SGD, {"momentum": 0.9}),
-    "nesterov": (FusedSGD, keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True, "global_clipnorm": 1.0}),
-    "adam": (FusedAdam, keras.optimizers.Adam, {"epsilon": 1e-3}),
-    "amsgrad": (FusedAdam, keras.optimizers.Adam, {"amsgrad": True}),
-    "adamw": (FusedAdamW, keras.optimizers.AdamW, {"weight_decay": 0.1}),
-    "rmsprop": (FusedRMSprop, keras.optimizers.RMSprop, {"momentum": 0.9, "rho": 0.8}),
-    "rmsprop centered": (FusedRMSprop, keras.optimizers.RMSprop, {"momentum": 0.9, "centered": True}),
-    "rmsprop without momentum": (FusedRMSprop, keras.optimizers.RMSprop, {}),
+    "sgd": (OWN["sgd"], keras.optimizers.SGD, {}),
+    "momentum": (OWN["sgd"], keras.optimizers.SGD, {"momentum": 0.9}),
+    "nesterov": (OWN["sgd"], keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True, "global_clipnorm": 1.0}),
+    "adam": (OWN["adam"], keras.optimizers.Adam, {"epsilon": 1e-3}),
+    "amsgrad": (OWN["adam"], keras.optimizers.Adam, {"amsgrad": True}),
+    "adamw": (OWN["adamw"], keras.optimizers.AdamW, {"weight_decay": 0.1}),
+    "rmsprop": (OWN["rmsprop"], keras.optimizers.RMSprop, {"momentum": 0.9, "rho": 0.8}),
+    "rmsprop centered": (OWN["rmsprop"], keras.optimizers.RMSprop, {"momentum": 0.9, "centered": True}),
+    "rmsprop without momentum": (OWN["rmsprop"], keras.optimizers.RMSprop, {}),
     "lamb": (LayerwiseLamb, keras.optimizers.Lamb, {"weight_decay": 0.1}),
 }
 SHAPES = [(5, 4), (3,), ()]

@@ -74,7 +74,7 @@ class ManySteps:
         self, first_step: tf.Tensor, learning_rates: tf.Tensor, extra_scalars: tf.Tensor, *of_batches: Any
     ) -> tuple[tf.Tensor, ...]:
         step, spec, limit = self._step, self._step.usual_spec, tf.shape(learning_rates)[0]
-        [width], can_read_again = step.returned_spec.shape, self._batches.can_read_again
+        returned, can_read_again = step.train.structured_outputs, self._batches.can_read_again
 
         def read(number: tf.Tensor) -> Batch:
             return tf.nest.map_structure(with_shape, self._batches.read(of_batches, number), spec)
@@ -95,7 +95,7 @@ class ManySteps:
             continues = (row[index_of("is_finite")] > 0) & (row[index_of("stop_votes")] == 0)
             return number + 1, continues, rows.write(number, row), input_sec, *([] if can_read_again else [batch])
 
-        rows = tf.TensorArray(step.returned_spec.dtype, size=limit, element_shape=[width])
+        rows = tf.TensorArray(returned.dtype, size=limit, element_shape=returned.shape)
         carried = [] if can_read_again else [spec]  # each tensor that the loop carries costs time
         zeros = tf.nest.map_structure(lambda part: tf.zeros([n or 0 for n in part.shape], part.dtype), carried)
         initial = (tf.constant(0), tf.constant(True), rows, tf.constant(0.0, tf.float64), *zeros)

@@ -32,10 +32,9 @@ from ringtrain.step.report import (
     Returned,
     StepReport,
     read_report,
-    read_value,
 )
 from ringtrain.step.sharding import ShardedOptimizer
-from ringtrain.step.state import from_sums, require_equal_state, to_summands
+from ringtrain.step.state import from_sums, to_summands
 from ringtrain.workloads.base import Workload
 
 Found = TypeVar("Found")
@@ -78,11 +77,15 @@ class TrainStep:
         else:
             optimizer.build(model.trainable_variables)
         # A static size spares gradients the check for broadcasts.
-        self.usual_spec = batch_spec if local_batch_size is None else fix_batch_size(batch_spec, local_batch_size)
+        self.usual_spec, size = batch_spec, local_batch_size
+        if size is not None:
+            self.usual_spec = tf.nest.map_structure(
+                lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec, batch_spec
+            )
         self.not_compiled = ""
         self._trace_usual(workload, config, self.usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
-        self.compiled = self._local_gradients.compiled
-        self.labels = self.compiled.labels if self.compiled else find_labels(self._train, batch_spec)
+        self.compiled = self.local_gradients.compiled
+        self.labels = self.compiled.labels if self.compiled else find_labels(self.train, batch_spec)
         self._train_any = tf.function(
             lambda batch, learning_rate, extra_scalars: self._train_samples(batch, learning_rate, extra_scalars)[0],
             input_signature=[batch_spec, *SCALARS],
@@ -93,14 +96,15 @@ class TrainStep:
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
         """Fall back from XLA if it is optional."""
-        self._local_gradients = LocalGradients(
+        self.local_gradients = LocalGradients(
             workload, config, self.model, self.loss_scale, dtype=self._dtype, rank=rank, jit_compile=jit_compile
         )
-        # Concrete: the choice among traces takes longer than a small step.
-        self._train, self._structure = trace(self._train_samples, [spec, *SCALARS])
+        # Of (batch, rate, extra scalars). Concrete: the choice among traces takes longer than a small step.
+        self.train, structure = trace(self._train_samples, [spec, *SCALARS])
+        self._structure, self.state, self.metric_names = structure, structure.state, structure.metric_names
         if not jit_compile:
             return
-        compiled, is_forced = self._local_gradients.compiled, config.jit_compile == "true"
+        compiled, is_forced = self.local_gradients.compiled, config.jit_compile == "true"
         if compiled is None:
             self.not_compiled = "a layer asks the other ranks within its forward pass"
             return
@@ -130,43 +134,21 @@ class TrainStep:
         return function(batch, constant(learning_rate), constant((is_stop_wanted, next_count)))
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        """In the order of their sums."""
-        return self._structure.metric_names
-
-    @property
-    def train(self) -> Any:
-        """The traced step of a batch of ``usual_spec``: (batch, learning rate, extra scalars) -> what it returns."""
-        return self._train
-
-    @property
-    def returned_spec(self) -> tf.TensorSpec:
-        return self._train.structured_outputs
-
-    @property
-    def local_gradients(self) -> LocalGradients:
-        return self._local_gradients
-
-    @property
     def has_sparse_gradients(self) -> bool:
         return any(self._structure.sparse_index_dtypes)
 
-    @property
-    def state(self) -> tuple[keras.Variable, ...]:
-        return self._structure.state
-
     def is_traced_for(self, batch: Batch) -> bool:
         function = self._function_for(batch)
-        return function is self._train or function.experimental_get_tracing_count() > 0
+        return function is self.train or function.experimental_get_tracing_count() > 0
 
     def _function_for(self, batch: Batch) -> Any:
         num_samples = batch.indices.shape[0]
         if num_samples == self._local_batch_size or (num_samples and self._local_batch_size is None):
-            return self._train
-        return self._train_any if num_samples or self._local_gradients.needs_every_rank else self._join
+            return self.train
+        return self._train_any if num_samples or self.local_gradients.needs_every_rank else self._join
 
     def python_operations(self) -> list[str]:
-        return python_operations(self._train.graph)
+        return python_operations(self.train.graph)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -219,16 +201,12 @@ class TrainStep:
 
     def find_nonfinite_gradients(self, batch: Batch) -> list[str]:
         """Compute this rank's gradients again; return paths of weights with non-finite ones. Collective."""
-        if not (batch.indices.shape[0] or self._local_gradients.needs_every_rank):
+        if not (batch.indices.shape[0] or self.local_gradients.needs_every_rank):
             return []
         are_finite = self._look_again(batch).numpy()
         return [
             v.path for v, is_finite in zip(self.model.trainable_variables, are_finite, strict=True) if not is_finite
         ]
-
-    def require_equal_state(self, returned: Returned, step: int) -> None:
-        """Raise UsageError on all ranks."""
-        require_equal_state(int(read_value(returned, "divergent_state")), self.state, step)
 
     def read(self, returned: Returned) -> StepReport:
         return read_report(returned, self.metric_names)
@@ -241,16 +219,16 @@ class TrainStep:
 
     def _compute_forward(self, batch: Batch) -> Forward:
         local_count = tf.shape(batch.indices, tf.int64)[0]
-        forward = self._local_gradients(batch, local_count)
+        forward = self.local_gradients(batch, local_count)
         summands = to_summands(forward.state, local_count=local_count, global_count=batch.global_count)
         return forward._replace(state=summands)
 
     def _train_empty_batch(self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
-        forward = self._local_gradients.zero_gradients(batch, self._structure)
+        forward = self.local_gradients.zero_gradients(batch, self._structure)
         return self._reduce_and_update(forward, learning_rate, extra_scalars)
 
     def _are_gradients_finite(self, batch: Batch) -> tf.Tensor:
-        gradients = self._local_gradients(batch, tf.shape(batch.indices, tf.int64)[0]).gradients
+        gradients = self.local_gradients(batch, tf.shape(batch.indices, tf.int64)[0]).gradients
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
 
@@ -339,12 +317,6 @@ def moment_after(values: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
     tensors = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     with tf.control_dependencies(tensors):
         return tf.timestamp()
-
-
-def fix_batch_size(batch_spec: Batch, size: int) -> Batch:
-    return tf.nest.map_structure(
-        lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec, batch_spec
-    )
 
 
 def set_precision(precision: Precision) -> None:

@@ -20,6 +20,7 @@ from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import make_directory
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
 from ringtrain.step.report import Returned, StepReport, read_value
+from ringtrain.step.state import require_equal_state
 from ringtrain.training.job import Job
 from ringtrain.training.session import RunSession
 from ringtrain.workloads.values import per_sample
@@ -57,7 +58,7 @@ class NonfiniteGuard:
         if read_value(returned, "is_finite"):
             self._session.progress.skipped_in_a_row = 0
             return
-        self._job.step.require_equal_state(returned, step)
+        require_equal_state(int(read_value(returned, "divergent_state")), self._job.step.state, step)
         report = self._job.step.read(returned)
         if self._is_overflow(report):
             return  # normal search of the loss scale, which was halved

@@ -147,7 +147,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         return (data_loss_sum / count + regularization) / 3
 
     def by_ranks(self: Any, batch: Any) -> Any:
-        forward = self._local_gradients(batch, tf.shape(batch.indices, tf.int64)[0])
+        forward = self.local_gradients(batch, tf.shape(batch.indices, tf.int64)[0])
         return forward._replace(state=[value / self._reduction.collective.world.size for value in forward.state])
 
     right_groups, right_adapt = GradientReduction.plan_groups, LossScale.adapt

@@ -539,7 +539,7 @@ def test_no_two_steps_share_their_dropout_whatever_the_seed(collective: Collecti
     batch = make_batch(np.ones((1, 3 * BLOCK)), np.zeros(1), step=0, global_count=1)
     step = create_step(collective, dropout_model, OPTIMIZERS["momentum"], spec_of(batch), seed=seed)
     states = [
-        step._local_gradients._dropout_seeds(tf.constant(number), tf.constant(part))
+        step.local_gradients._dropout_seeds(tf.constant(number), tf.constant(part))
         for number in range(200)
         for part in (0, 1)
     ]

@@ -14,6 +14,8 @@ from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Accumulation, Exchange, Settings
 from ringtrain.step.optimizers import FUSED_UPDATES
 
+NAMES = ("LossScaleOptimizer", "MultiOptimizer")  # optimizers around others; the second since Keras 3.15
+OUTER = tuple(getattr(keras.optimizers, name) for name in NAMES if hasattr(keras.optimizers, name))
 # While reduced gradients are applied: by the optimizer, parts of a MultiOptimizer or a LossScaleOptimizer.
 is_applying = contextvars.ContextVar("is_applying", default=False)
 

@@ -1,14 +1,13 @@
-"""The Keras methods that ``ringtrain.keras`` replaces.
+"""What ``ringtrain.keras`` replaces in Keras, as it has no public way to do the same.
 
-- ``Optimizer.apply``, ``MultiOptimizer.apply``: refuse optimizers that are not distributed as a whole.
+- ``Optimizer.apply``, ``MultiOptimizer.apply``: refuse optimizers that are not distributed as a whole. Only ``apply``
+  is common to ``fit`` and custom loops.
 - ``LossScaleOptimizer.apply``: ``compile`` wraps it *around* a distributed optimizer; gradients must be reduced before
   its check for overflow, or ranks would diverge and deadlock.
 - ``Model.make_train_function``: XLA cannot compile the sums; it compiles the rest of a step.
 - ``CallbackList.__init__``: add the guards (``guards.py``); callbacks that save come last.
-- ``Model.fit``, ``EpochIterator._enumerate_iterator``: ``callbacks.Run``; resume in mid-epoch; hash the first batches.
-- ``Model.evaluate``: restore the metrics' counts of a ``fit`` with ``callbacks.Run``.
-- ``Trainer._get_metrics_result_or_logs``: a resumed epoch of unknown length may have no batch left.
-- ``TFEpochIterator._get_iterator``: with one core per rank, epochs ended late, waiting for tf.data's tuner thread.
+- ``Model.fit``: ``callbacks.Run`` begins before Keras reads the data, and a failed ``fit`` calls no callback.
+- ``TFEpochIterator``, of the private loop over the data: ``EpochIterator`` below.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
-from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.backend.tensorflow import trainer
 
 from ringtrain.data.tf_data import without_tuner
 from ringtrain.keras.auditing.session import Audit
 from ringtrain.keras.collective import is_elastic
 from ringtrain.keras.compiled import CompiledStep, notice, why_not_compiled
-from ringtrain.keras.distributed import Distributed, apply_reduced, check_parts, find_distributed
+from ringtrain.keras.distributed import OUTER, Distributed, apply_reduced, check_parts, find_distributed
 from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallback
 from ringtrain.keras.guards import TrainingGuard, check_distributed
 from ringtrain.keras.run import Run
@@ -36,18 +35,12 @@ from ringtrain.keras.same_samples import first_batches
 
 @functools.cache
 def install() -> None:
-    _replace(keras.optimizers.Optimizer, "apply", _apply)
-    if hasattr(keras.optimizers, "MultiOptimizer"):  # since Keras 3.15
-        _replace(keras.optimizers.MultiOptimizer, "apply", _apply_parts)
-    _replace(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
+    for owner in (keras.optimizers.Optimizer, *OUTER):
+        _replace(owner, "apply", _apply)
     _replace(keras.Model, "make_train_function", _make_train_function)
     _replace(keras.callbacks.CallbackList, "__init__", _create_callback_list)
     _replace(keras.Model, "fit", _fit)
-    _replace(keras.Model, "evaluate", _evaluate)
-    _replace(EpochIterator, "_enumerate_iterator", _enumerate)
-    _replace(keras.Model, "_get_metrics_result_or_logs", _metrics_or_logs)
-    _replace(TFEpochIterator, "__init__", _create_epoch_iterator)
-    _replace(TFEpochIterator, "_get_iterator", _get_dataset)
+    trainer.TFEpochIterator = EpochIterator
 
 
 def _replace(owner: type, name: str, replacement: Any) -> None:
@@ -61,26 +54,17 @@ def _replace(owner: type, name: str, replacement: Any) -> None:
 
 
 def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    check_distributed(optimizer)
-    return plain(grads, trainable_variables)
-
-
-def _apply_parts(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    if trainable_variables is not None:
-        optimizer.build(list(trainable_variables))  # calls the function that chooses optimizers
-    check_parts(optimizer)
-    check_distributed(optimizer)
-    return plain(grads, trainable_variables)
-
-
-def _apply_scaled(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    inner = optimizer.inner_optimizer
-    if not isinstance(inner, Distributed):
-        if hasattr(inner, "optimizers") and trainable_variables is not None:  # must be outside of Keras' cond
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    inner = optimizer.inner_optimizer if is_scaled else optimizer
+    if is_scaled and isinstance(inner, Distributed):
+        return apply_reduced(inner, optimizer, plain, grads, trainable_variables)
+    if hasattr(inner, "optimizers"):
+        if trainable_variables is not None:  # call the function that chooses optimizers, outside of Keras' cond
             inner.build(list(trainable_variables))
-            check_parts(inner)
-        return plain(grads, trainable_variables)
-    return apply_reduced(inner, optimizer, plain, grads, trainable_variables)
+        check_parts(inner)
+    if not is_scaled:
+        check_distributed(optimizer)
+    return plain(grads, trainable_variables)
 
 
 def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
@@ -108,6 +92,8 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
             last.note_others(listed)
             listed.insert(0, last.before_others())
         listed.append(last)
+    if Run.current is not None and not any(isinstance(callback, Run) for callback in listed):
+        listed.append(_keeping_counts(callback_list.model))
     if _has_ranks():
         guard = TrainingGuard(has_audit=any(isinstance(callback, Audit) for callback in listed))
         guard.set_model(callback_list.model)
@@ -121,12 +107,9 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
 def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(plain).bind(*args, **kwargs)
     given.apply_defaults()
-    callbacks = given.arguments["callbacks"]
-    listed = getattr(callbacks, "callbacks", callbacks) or ()
-    runs = [
-        callback for callback in (listed if isinstance(listed, list | tuple) else [listed]) if isinstance(callback, Run)
-    ]
-    epochs, initial_epoch = given.arguments["epochs"], given.arguments["initial_epoch"]
+    callbacks, epochs, initial_epoch = (given.arguments[name] for name in ("callbacks", "epochs", "initial_epoch"))
+    listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
+    runs = [callback for callback in listed if isinstance(callback, Run)]
     first_batches().begin()
     try:
         with contextlib.ExitStack() as stack:
@@ -136,7 +119,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             return plain(*args, **kwargs)
     finally:
         first_batches().end()
-        for callback in listed if isinstance(listed, list | tuple) else [listed]:
+        for callback in listed:
             if isinstance(callback, Audit):
                 callback.restore()
         distributed = find_distributed(getattr(model, "optimizer", None))
@@ -144,42 +127,42 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             distributed.exchange.end_fit()  # Keras does not call on_train_end after an exception
 
 
-def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if Run.current is None or kwargs.get("_use_cached_eval_dataset"):  # fit's own validation
-        return plain(*args, **kwargs)
-    counted = [(variable, keras.ops.convert_to_numpy(variable.value)) for variable in model.metrics_variables]
-    try:
-        return plain(*args, **kwargs)
-    finally:
+def _keeping_counts(model: keras.Model) -> keras.callbacks.Callback:
+    """Within a ``fit`` with ``callbacks.Run``, ``evaluate`` must not reset the counts of which the run logs means."""
+    counted: list[tuple[keras.Variable, Any]] = []
+
+    def note(*_: Any) -> None:
+        counted[:] = [(variable, keras.ops.convert_to_numpy(variable.value)) for variable in model.metrics_variables]
+
+    def restore(*_: Any) -> None:
         for variable, value in counted:
             variable.assign(value)
 
-
-def _enumerate(plain: Any, data: Any) -> Any:
-    fit = Run.current
-    if fit is not None and fit.batches.are_of(data):
-        steps = fit.batches.enumerate(plain, data)
-    else:
-        steps = UpdateBatchStateCallback.enumerate(plain, data)
-    return first_batches().note(steps, data.steps_per_execution)
+    return keras.callbacks.LambdaCallback(on_test_begin=note, on_test_end=restore)
 
 
-def _create_epoch_iterator(plain: Any, data: Any, *args: Any, **kwargs: Any) -> None:
-    plain(*args, **kwargs)
-    if Run.current is not None:
-        Run.current.build_model(data._distributed_dataset.element_spec)
+class EpochIterator(trainer.TFEpochIterator):
+    """Keras' loop over the data of ``fit``, ``evaluate`` and ``predict``."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """A model without ``keras.Input`` needs weights before a restore."""
+        super().__init__(*args, **kwargs)
+        if Run.current is not None:
+            Run.current.build_model(self._distributed_dataset.element_spec)
 
-def _get_dataset(plain: Any, data: Any) -> Any:
-    fit = Run.current
-    return without_tuner(plain(), b"" if fit is None else fit.batches.state_for(data))
+    def _get_iterator(self) -> Any:
+        """With one core per rank, epochs ended late, waiting for tf.data's tuner thread."""
+        fit = Run.current
+        return without_tuner(super()._get_iterator(), b"" if fit is None else fit.batches.state_for(self))
 
-
-def _metrics_or_logs(plain: Any, model: Any, logs: Any) -> Any:
-    fit = Run.current
-    if fit is None or fit.model is not model or logs:
-        return plain(logs)
-    return fit.take_logs() or plain(logs)
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        """Resume in mid-epoch; hash the first batches."""
+        fit, plain = Run.current, super()._enumerate_iterator
+        if fit is not None and fit.batches.are_of(self):
+            steps = fit.batches.enumerate(plain, self)
+        else:
+            steps = UpdateBatchStateCallback.enumerate(plain, self)
+        return first_batches().note(steps, self.steps_per_execution)
 
 
 def _has_ranks() -> bool:

@@ -16,13 +16,11 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives.context import alone
-from ringtrain.keras.distributed import Distributed
+from ringtrain.keras.distributed import OUTER, Distributed
 from ringtrain.keras.exchange import Exchange, variable_key
 from ringtrain.keras.guards import read_rate
 
 Plain = Callable[..., Any]  # a replaced method
-NAMES = ("LossScaleOptimizer", "MultiOptimizer")  # optimizers around others; the second since Keras 3.15
-OUTER = tuple(getattr(keras.optimizers, name) for name in NAMES if hasattr(keras.optimizers, name))
 # In one process, a sum, mean or gather over ranks is the value itself.
 COLLECTIVES_OF_ONE: dict[str, Any] = {
     "size": lambda: 1,

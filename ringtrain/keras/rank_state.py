@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -117,9 +118,8 @@ def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) ->
             now = getattr(callback, name)
             setattr(callback, name, type(now)(values[key]) if isinstance(now, int) else float(values[key]))
     for its, callback in _bringing_back(callbacks):
-        prefix = f"{CALLBACKS}{its}/"
-        best = [values[key] for key in sorted((k for k in values if k.startswith(prefix)), key=_number_of)]
-        callback.best_weights = best or callback.best_weights
+        saved = (values.get(f"{CALLBACKS}{its}/{place}") for place in itertools.count())
+        callback.best_weights = list(itertools.takewhile(lambda v: v is not None, saved)) or callback.best_weights
 
 
 def best_weights_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
@@ -140,10 +140,6 @@ def _bringing_back(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[
 def _plain(value: Any) -> npt.NDArray[Any]:
     array = np.asarray(keras.ops.convert_to_numpy(value))
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-
-
-def _number_of(name: str) -> int:
-    return int(name.rpartition("/")[2])
 
 
 def pack(arrays: Arrays) -> npt.NDArray[np.uint8]:
@@ -172,16 +168,12 @@ def scatter_arrays(collective: Collective, named: Mapping[str, npt.NDArray[Any]]
     If the number of ranks has changed, only arrays equal on all ranks.
     """
     world = collective.world
-    packed = [named[f"{RANKS}{rank}"] for rank in range(former_size)] if named else []
-    sizes = run_on_rank0(collective, lambda: [int(part.size) for part in packed], name="fit/own_sizes")
-    given = np.concatenate(packed) if packed else np.zeros(sum(sizes), np.uint8)
-    [of_all] = collective.broadcast([tf.constant(given)], name="fit/own_values")
-    parts = np.split(of_all.numpy(), np.cumsum(sizes)[:-1])
-    own = unpack(parts[world.rank if former_size == world.size else 0])
+    packed = pack({name: value for name, value in named.items() if is_extra(name)})
+    size = run_on_rank0(collective, lambda: int(packed.size), name="fit/own_size")
+    mine = tf.constant(packed if world.is_rank0 else np.zeros(size, np.uint8))
+    [of_all] = collective.broadcast([mine], name="fit/own_values")
+    saved = unpack(of_all.numpy())
+    own = unpack(saved[f"{RANKS}{world.rank if former_size == world.size else 0}"])
     if former_size != world.size:
         own = {name: value for name, value in own.items() if name.startswith("counts/")}
-    best = pack({name: value for name, value in sorted(named.items()) if name.startswith(CALLBACKS)})
-    size = run_on_rank0(collective, lambda: int(best.size), name="fit/best_size")
-    mine = tf.constant(best if world.is_rank0 else np.zeros(size, np.uint8))
-    [best] = collective.broadcast([mine], name="fit/best_values")
-    return own | unpack(best.numpy())
+    return own | {name: value for name, value in saved.items() if name.startswith(CALLBACKS)}

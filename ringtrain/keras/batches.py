@@ -94,7 +94,9 @@ class Batches:
         state = self._state
         self._is_one_for_all = data.steps_per_epoch is not None
         began = time.perf_counter()
-        before = self._given_before(start, data)
+        before, num = 0, data._num_batches
+        if self._is_one_for_all:
+            before = max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
         self._epoch += 1 + start.epochs
         if state:
             self._draw_earlier_seeds(start, data)
@@ -125,12 +127,6 @@ class Batches:
             self.last = numbers[1] if len(numbers) == 3 else first + data.steps_per_execution - 1
             yield numbers
         self._state = b""
-
-    def _given_before(self, start: Position, data: Any) -> int:
-        if not self._is_one_for_all:
-            return 0
-        num = data._num_batches
-        return max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
 
     def _draw_earlier_seeds(self, start: Position, data: Any) -> None:
         """Each iterator draws the seeds of a shuffle. So does a restored one, once more."""

@@ -41,7 +41,15 @@ class ProcessSetCollective(HorovodCollective):
         device_dense: str = "",
         device_sparse: str = "",
     ) -> None:
-        super().__init__(_read_world(), hvd)
+        world = World(
+            rank=hvd.rank(),
+            size=hvd.size(),
+            local_rank=hvd.local_rank(),
+            local_size=hvd.local_size(),
+            node=socket.gethostname(),
+            launcher="Horovod",
+        )
+        super().__init__(world, hvd)
         self._process_set, self._op = process_set, op
         self._device_dense, self._device_sparse = device_dense, device_sparse
 
@@ -159,14 +167,3 @@ def require_same_kinds(variables: Iterable[Any], collective: ProcessSetCollectiv
 
 def _last_part(name: str) -> str:
     return re.sub(r"[^\w.-]", "_", name)
-
-
-def _read_world() -> World:
-    return World(
-        rank=hvd.rank(),
-        size=hvd.size(),
-        local_rank=hvd.local_rank(),
-        local_size=hvd.local_size(),
-        node=socket.gethostname(),
-        launcher="Horovod",
-    )

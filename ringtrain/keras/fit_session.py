@@ -18,7 +18,7 @@ from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.replicas import ReplicaGuard
 from ringtrain.keras.batches import GENERATORS, Batches, Position
 from ringtrain.keras.distributed import find_distributed
-from ringtrain.keras.exchange import Accumulation, Exchange
+from ringtrain.keras.exchange import Exchange
 from ringtrain.keras.fit_log import FitLog
 from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY, TrainingGuard
 from ringtrain.keras.rank_state import (
@@ -57,7 +57,7 @@ class FitSession:
         self._session, self._config, self._collective = session, session.config, session.collective
         self.batches = Batches()
         self._start, self._is_complete = session.start, session.start.is_complete
-        self._progress, self._step = session.progress, session.start.step
+        self._progress, self.step = session.progress, session.start.step
         self._votes = Votes()
         self._log = FitLog(model, session)
         self._variables: dict[str, keras.Variable] = {}
@@ -104,7 +104,7 @@ class FitSession:
         )
         broadcast_variables(list(self._variables.values()), self._collective)
         self._rates = [(v, v.numpy()) for name, v in self._variables.items() if name.endswith("learning_rate")]
-        if self._step:
+        if self.step:
             self._resume(named)
         self._describe(checkpoint)
         self._votes.is_summed = False
@@ -119,7 +119,7 @@ class FitSession:
         self._replicas = ReplicaGuard(self._equal, self._collective)
         if not self._is_complete:
             self._session.begin()
-        activity.set_phase(Phase.DATA, self._step + 1, takes_long=True)
+        activity.set_phase(Phase.DATA, self.step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
         """Each rank's own state is restored only by as many ranks."""
@@ -128,7 +128,7 @@ class FitSession:
             self.model._initial_epoch = self._config.epochs
             return
         self._resumed = scatter_arrays(self._collective, named, former_size=self._start.size or 0)
-        place = Position(progress.epochs_done, progress.batches_done, self._step)
+        place = Position(progress.epochs_done, progress.batches_done, self.step)
         if self._start.size != size:
             if progress.batches_done:
                 self._session.console.line(
@@ -145,7 +145,7 @@ class FitSession:
     def begin_epoch(self) -> None:
         """Restore counts, after Keras and other callbacks have reset theirs."""
         resumed, self._resumed, self._logs_so_far = self._resumed, {}, {}
-        self._epoch_began_at = self._step - self._progress.batches_done
+        self._epoch_began_at = self.step - self._progress.batches_done
         self.batches.wait()
         set_own(self.model, resumed)
         set_counts(self._others, resumed)
@@ -162,19 +162,15 @@ class FitSession:
             return note._replace(doing=Phase.GRADIENTS)
         return note
 
-    @property
-    def step(self) -> int:
-        return self._step
-
     def begin_batch(self) -> None:
-        activity.set_phase(Phase.STEP, self._step + 1, takes_long=self._is_first_batch and not self.model.run_eagerly)
+        activity.set_phase(Phase.STEP, self.step + 1, takes_long=self._is_first_batch and not self.model.run_eagerly)
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
         batch = max(batch, self.batches.last)  # with steps_per_execution
         if self._steps_of_epoch:  # which may count past it
             batch = min(batch, self._steps_of_epoch - 1)
-        self._step = self._epoch_began_at + batch + 1
+        self.step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
         self._log.count_time()
         # Keras creates metric variables in the first step. The order of this sum does not change its bits.
@@ -184,7 +180,7 @@ class FitSession:
             self._votes.vote()
         if not self._is_between:  # accumulated gradients would be lost.
             return
-        former, self._looked_at = self._looked_at, self._step
+        former, self._looked_at = self._looked_at, self.step
         self._is_stopped = self._find_stopped(batch)
         if self._passes(former, self._config.log_every):
             self._write_log(logs)
@@ -196,7 +192,7 @@ class FitSession:
             self._leave()
         elif self._passes(former, self._config.checkpoint_every):
             self._save()
-        activity.set_phase(Phase.DATA, self._step + 1)
+        activity.set_phase(Phase.DATA, self.step + 1)
         self._log.leave_out_time()
 
     def end_batches(self) -> dict[str, Any]:
@@ -211,17 +207,14 @@ class FitSession:
         return self._logs_so_far
 
     def _passes(self, former: int, every: int) -> bool:
-        return every > 0 and self._step // every > former // every
-
-    @property
-    def _accumulation(self) -> Accumulation | None:
-        distributed = find_distributed(self.model.optimizer)
-        return distributed._agg_helper if distributed else None
+        return every > 0 and self.step // every > former // every
 
     @property
     def _is_between(self) -> bool:
         """True if no gradients are accumulated, which would be lost."""
-        return not self._accumulation or not int(self._accumulation.counter.numpy())
+        distributed = find_distributed(self.model.optimizer)
+        accumulation = distributed._agg_helper if distributed else None
+        return accumulation is None or bool(accumulation.is_complete())
 
     def _find_stopped(self, batch: int) -> bool:
         size = self._collective.world.size
@@ -249,7 +242,7 @@ class FitSession:
             who = name_ranks([rank for rank, is_end in enumerate(ends) if is_end])
             raise UsageError(f"{who} stopped after epoch {epoch + 1}, and the others continue. {STOP_REMEDY}")
         is_best = self._note_validation(logs)
-        self._log.end_epoch(self._step)
+        self._log.end_epoch(self.step)
         is_last = epoch + 1 == self._config.epochs or ends[0]
         if self._is_stopped and not is_last and self._is_between:
             if is_best:
@@ -257,7 +250,7 @@ class FitSession:
             self._leave()
         if is_best or not is_last:  # the last is saved at the end
             self._save(as_step=not is_last and self._is_between, as_best=is_best)
-        activity.set_phase(Phase.DATA, self._step + 1, takes_long=True)
+        activity.set_phase(Phase.DATA, self.step + 1, takes_long=True)
 
     def end(self) -> None:
         """Save the last step; return only when all ranks know."""
@@ -275,26 +268,26 @@ class FitSession:
         self._session.requests.end_training()  # before a lost rank is waited for
 
     def _leave(self) -> None:
-        self._session.leave(f"step {self._step}", self._finish())
+        self._session.leave(f"step {self.step}", self._finish())
 
     def _finish(self) -> str:
         """Return the directory of the checkpoint."""
-        return self._session.finish(self._step, self._variables, self._gather_state(), {})
+        return self._session.finish(self.step, self._variables, self._gather_state(), {})
 
     def _save(self, *, as_step: bool = True, as_best: bool = False) -> None:
         state = self._gather_state()
-        self._session.save(self._step, self._variables, state, as_step=as_step, as_best=as_best)
+        self._session.save(self.step, self._variables, state, as_step=as_step, as_best=as_best)
 
     def check_replicas(self) -> None:
         """Collective; callbacks may have changed variables since the last check at this step."""
         if self._config.check_replicas_every and not self._is_complete:
-            activity.set_phase(Phase.CHECK, self._step)
-            self._replicas.check(self._step, again=True)
+            activity.set_phase(Phase.CHECK, self.step)
+            self._replicas.check(self.step, again=True)
 
     def _gather_state(self) -> Arrays:
         """Check the shared variables; return the rest of a checkpoint, on rank 0. Collective."""
         self.check_replicas()
-        activity.set_phase(Phase.SAVE, self._step, takes_long=True)
+        activity.set_phase(Phase.SAVE, self.step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | metrics_of(self.model) | counts_of(self._others)
         if self._progress.batches_done and self._steps_of_epoch is None:  # a resume may find no batch left
@@ -336,7 +329,7 @@ class FitSession:
         path, progress, line = self._start.name, self._progress, self._session.console.line
         if self._is_complete:
             line(
-                f"the run in {path} is complete: {self._step} steps, whose weights the model has now. "
+                f"the run in {path} is complete: {self.step} steps, whose weights the model has now. "
                 "Run(..., resume='never') starts a new run."
             )
             return
@@ -350,32 +343,32 @@ class FitSession:
 
     def _write_log(self, logs: Mapping[str, Any]) -> None:
         """Log means; raise DivergedError for a non-finite loss. Collective."""
-        activity.set_phase(Phase.LOG, self._step)
-        means = self._log.take_means(self._step, logs)
+        activity.set_phase(Phase.LOG, self.step)
+        means = self._log.take_means(self.step, logs)
         progress, steps = self._progress, self._steps_of_epoch
         progress.samples_seen += means.samples
         if not np.isfinite(means.values.get("loss", 0.0)):
             self._diverge(means.steps)
         self._require_finite()
         epoch = progress.epochs_done + (progress.batches_done / steps if steps else 0)
-        self._log.write(means, self._step, epoch=epoch, samples_seen=progress.samples_seen)
+        self._log.write(means, self.step, epoch=epoch, samples_seen=progress.samples_seen)
 
     def _require_finite(self) -> None:
         """The loss may hide gradients, and moving statistics differ between ranks. Collective."""
-        require_finite_values(self._variables, self._collective, step=self._step, though="", remedy=REMEDY)
+        require_finite_values(self._variables, self._collective, step=self.step, though="", remedy=REMEDY)
 
     def _diverge(self, num_steps: int) -> None:
         """Name the ranks with the first non-finite gradients."""
-        mine = [self._votes.first_nonfinite(), self._votes.num_reductions()]
+        mine = self._votes.find_nonfinite()
         firsts, numbers = zip(*all_gather_object(self._collective, mine, name="fit/diverged"), strict=True)
         first = min((number for number in firsts if number), default=0)
         ranks = [rank for rank, number in enumerate(firsts) if number == first]
         who = name_ranks(ranks) if first else "the ranks"
         stands = run_on_rank0(self._collective, lambda: self._session.last_saved_step, name="fit/last")
         saved = f"The latest checkpoint is that of step {stands}." if stands else "Nothing is saved."
-        within = f"within the {num_steps} steps up to step {self._step}"
+        within = f"within the {num_steps} steps up to step {self.step}"
         if first:  # a step may have several reductions, and a reduction several steps
-            steps = first * (self._step - self._start.step) / max(numbers)
+            steps = first * (self.step - self._start.step) / max(numbers)
             within = f"in step {self._start.step + math.ceil(steps)}"
         raise DivergedError(f"the loss of {who} is not finite, {within}. {saved} {REMEDY}.")
 
@@ -389,5 +382,5 @@ class FitSession:
             raise UsageError(
                 f"best_metric is {metric!r}, and the validation gives {', '.join(means.values)}. Name one of these."
             )
-        self._log.write_validation(means, self._step, epoch=self._progress.epochs_done)
-        return self._progress.note_evaluation(self._step, means.values[metric], self._config.best_direction)
+        self._log.write_validation(means, self.step, epoch=self._progress.epochs_done)
+        return self._progress.note_evaluation(self.step, means.values[metric], self._config.best_direction)

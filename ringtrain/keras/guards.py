@@ -187,7 +187,7 @@ class TrainingGuard(keras.callbacks.Callback):
             )
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
-        layers = describe_layers(self.model, self._is_own)
+        layers = describe_layers(self.model, lambda layer: any(map(self._is_local, layer.trainable_variables)))
         lengths = [self.params.get("steps"), self.params.get("epochs")]
         mine = [*lengths, self._has_audit, describe_compiled(self.model), digest(layers)]
         plans = all_gather_object(collective, mine, name="guard_plan")
@@ -231,9 +231,6 @@ class TrainingGuard(keras.callbacks.Callback):
     def _is_local(self, weight: keras.Variable) -> bool:
         return (self._distributed.exchange.is_local if self._distributed else Exchange.is_local_somewhere)(weight)
 
-    def _is_own(self, layer: keras.Layer) -> bool:
-        return any(self._is_local(weight) for weight in layer.trainable_variables)
-
 
 @functools.cache
 def _say_once(line: str) -> None:
@@ -276,22 +273,15 @@ def describe_compiled(model: keras.Model) -> dict[str, Any]:
 
 def read_settings(optimizer: Any) -> dict[str, str]:
     try:
-        config = _without_names(optimizer.get_config())
-        if isinstance(config.get("learning_rate"), float):  # the value is broadcast
-            del config["learning_rate"]
-        return {
-            name: json.dumps(value, sort_keys=True, default=lambda part: type(part).__name__)
-            for name, value in config.items()
-        }
+        plain = json.dumps(optimizer.get_config(), default=lambda part: type(part).__name__)
     except Exception:  # user-defined, or without a configuration
         return {}
-
-
-def _without_names(config: Any) -> Any:
-    """Remove names, which Keras numbers in order of creation."""
-    if not isinstance(config, dict):
-        return config
-    return {name: _without_names(value) for name, value in config.items() if name != "name"}
+    # Keras numbers names in order of creation; the learning rate's value is broadcast.
+    config = json.loads(plain, object_hook=lambda part: {name: value for name, value in part.items() if name != "name"})
+    settings = {name: json.dumps(value, sort_keys=True) for name, value in config.items()}
+    if isinstance(config.get("learning_rate"), float):
+        del settings["learning_rate"]
+    return settings
 
 
 def read_rate(optimizer: Any) -> float | None:

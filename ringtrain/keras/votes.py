@@ -54,12 +54,9 @@ class Votes:
         """Thread-safe."""
         return int(self._begun.numpy()) > int(self._all.numpy()[2])
 
-    def num_reductions(self) -> int:
-        return int(self._begun.numpy())
-
-    def first_nonfinite(self) -> int:
-        """First of the latest non-finite reductions in a row, from 1; 0: none."""
-        return int(self._nonfinite.numpy())
+    def find_nonfinite(self) -> tuple[int, int]:
+        """Return the first of the latest non-finite reductions in a row, from 1 (0: none), and their number so far."""
+        return int(self._nonfinite.numpy()), int(self._begun.numpy())
 
 
 def _values(gradient: Any) -> tf.Tensor:

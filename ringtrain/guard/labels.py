@@ -19,7 +19,7 @@ SPARSE_LOSS = "SparseSoftmaxCrossEntropyWithLogits"  # used by Keras' and Tensor
 KEEP_VALUES = ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Labels:
     """A part of y, by position in ``tf.nest.flatten(y)``."""
 
@@ -58,7 +58,7 @@ def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
             labels = labels.op.inputs[0]
         if labels.ref() in inputs and logits.shape[-1] is not None:
             found.add(Labels(inputs[labels.ref()], logits.shape[-1]))
-    return sorted(found, key=lambda one: (one.place, one.num_classes))
+    return sorted(found)
 
 
 def keeps_labels(augment: Augment, source: ArraySource) -> bool:

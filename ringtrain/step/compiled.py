@@ -79,12 +79,7 @@ class CompiledFunction:
         try:
             function.experimental_get_compiler_ir(*specs)(stage="hlo")
         except (tf.errors.OpError, ValueError, NotImplementedError) as error:
-            return describe_uncompiled(str(error))
+            names = [f"{kind} ({node})" for kind, node in dict.fromkeys(UNCOMPILED.findall(str(error)))]
+            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            return ", ".join(names[:MAX_NAMED]) + more or next(iter(str(error).strip().splitlines()), "it")
         return ""
-
-
-def describe_uncompiled(text: str) -> str:
-    names = dict.fromkeys(UNCOMPILED.findall(text))
-    said = [f"{kind} ({node})" for kind, node in names]
-    more = f" and {len(said) - MAX_NAMED} more" if len(said) > MAX_NAMED else ""
-    return ", ".join(said[:MAX_NAMED]) + more or next(iter(text.strip().splitlines()), "it")

@@ -135,10 +135,14 @@ class LocalGradients:
             )
         found = tape.gradient(scaled_objective, [v.value for v in variables])
         require_a_gradient(self._workload, found)
-        gradients = [
-            unfolded_zeros(v, step, number) if gradient is None else with_shape_of(v, gradient)
-            for number, (v, gradient) in enumerate(zip(variables, found, strict=True), start=1)
-        ]
+        gradients = []
+        for number, (v, gradient) in enumerate(zip(variables, found, strict=True), start=1):
+            if gradient is None:  # TensorFlow does not know that step >= 0 (see ``zero_gradients``)
+                gradient = tf.zeros(v.shape, v.dtype) + tf.cast(tf.minimum(step, 0) * number, v.dtype)
+            # Fusion depends on the static shape, and ranks without samples know only the variables.
+            elif not isinstance(gradient, tf.IndexedSlices):
+                gradient.set_shape(v.shape)  # unknown after a user-defined gradient, for example
+            gradients.append(gradient)
         structure = self._find_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in structure.metric_names]
         no_extra_scalars = [tf.zeros([], self._dtype)] * NUM_EXTRA_SCALARS
@@ -180,7 +184,10 @@ class LocalGradients:
         gradients = [_unpack(gradient) for gradient in first.gradients]
         loop_variables = (tf.constant(1), gradients, first.sums, first.state)
         shapes = tf.nest.map_structure(lambda t: t.shape, loop_variables)
-        shapes[1][:] = [_growing_shape(gradient) for gradient in gradients]
+        shapes[1][:] = [  # the number of sparse rows may grow
+            tuple(tf.TensorShape([None, *part.shape[1:]]) for part in g) if isinstance(g, tuple) else g.shape
+            for g in gradients
+        ]
         # In a collective forward pass, empty micro-batches run too, in order: TensorFlow orders stateful operations.
         asked = tf.nest.flatten(loop_variables) if self.needs_every_rank else []
         with tf.control_dependencies(asked):
@@ -192,7 +199,10 @@ class LocalGradients:
                 parallel_iterations=1,
                 maximum_iterations=self._accumulate - 1,
             )
-        packed = [_pack(g, v) for g, v in zip(gradients, self._model.trainable_variables, strict=True)]
+        packed = [
+            tf.IndexedSlices(*g, tf.constant(list(v.shape))) if isinstance(g, tuple) else g
+            for g, v in zip(gradients, self._model.trainable_variables, strict=True)
+        ]
         return Forward(packed, sums, state, first.structure)
 
     def _find_structure(
@@ -223,7 +233,7 @@ class CompiledGradients:
     def __init__(self, compute: Callable[..., Forward], variables: Sequence[keras.Variable]) -> None:
         """``compute`` gets (x, y), then (lists of) tensors; ``variables``: of its gradients."""
         self._compute, self._variables = compute, variables
-        self._labels: set[Labels] = set()
+        self.labels: Sequence[Labels] = ()
         self._structure: StepStructure | None = None
         self.function = CompiledFunction(self._trace)
 
@@ -235,12 +245,8 @@ class CompiledGradients:
     def _trace(self, samples: Any, *others: Any) -> tuple[Any, ...]:
         forward = self._compute(samples, *others)
         self._structure = forward.structure
-        self._labels.update(find_labels_of(forward.sums.graph, tf.nest.flatten(samples[1])))
+        self.labels = sorted({*self.labels, *find_labels_of(forward.sums.graph, tf.nest.flatten(samples[1]))})
         return forward.gradients, forward.sums, forward.state
-
-    @property
-    def labels(self) -> Sequence[Labels]:
-        return sorted(self._labels, key=lambda one: (one.place, one.num_classes))
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
@@ -248,22 +254,11 @@ def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tens
     return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _pack(gradient: tf.Tensor | tuple[tf.Tensor, tf.Tensor], variable: keras.Variable) -> tf.Tensor | tf.IndexedSlices:
-    return tf.IndexedSlices(*gradient, tf.constant(list(variable.shape))) if isinstance(gradient, tuple) else gradient
-
-
 def _add(a: Any, b: Any) -> Any:
     """Concatenate sparse rows."""
     if isinstance(a, tuple):
         return tuple(tf.concat([left, right], axis=0) for left, right in zip(a, b, strict=True))
     return a + b
-
-
-def _growing_shape(gradient: Any) -> Any:
-    """The number of sparse rows may grow in a loop."""
-    if isinstance(gradient, tuple):
-        return tuple(tf.TensorShape([None, *part.shape[1:]]) for part in gradient)
-    return gradient.shape
 
 
 def partial_objective(
@@ -282,20 +277,7 @@ def require_a_gradient(workload: Workload, gradients: Sequence[Any]) -> None:
         )
 
 
-def with_shape_of(variable: keras.Variable, gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
-    """Fusion depends on the static shape, and ranks without samples know only the variables."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        gradient.set_shape(variable.shape)  # unknown after a user-defined gradient, for example
-    return gradient
-
-
 def with_known_rows(gradient: Any, variable: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(list(variable.shape)))
-
-
-def unfolded_zeros(variable: keras.Variable, step: tf.Tensor, number: int) -> tf.Tensor:
-    """TensorFlow does not know that step >= 0 (see ``LocalGradients.zero_gradients``)."""
-    nothing = tf.minimum(step, 0) * number
-    return tf.zeros(variable.shape, variable.dtype) + tf.cast(nothing, variable.dtype)

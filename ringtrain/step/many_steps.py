@@ -6,7 +6,7 @@ Each pass of the loop is the same traced step, so that the results are bit-ident
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy.typing as npt
 import tensorflow as tf
@@ -19,12 +19,6 @@ from ringtrain.step.train_step import SCALARS, TrainStep, trace
 
 LEARNING_RATES = tf.TensorSpec([None], tf.float64)
 _, EXTRA_SCALARS = SCALARS
-
-
-class ManyTrained(NamedTuple):
-    rows: npt.NDArray[Any]  # of each trained step: control vector and facts
-    input_sec: float  # wait for batches; 0 without clock
-    batch: Batch  # of the last step
 
 
 class ManySteps:
@@ -53,15 +47,22 @@ class ManySteps:
         """Set the step of ``find_phase``, from 0."""
         self._first_step = first_step
 
-    def __call__(self, first_step: int, learning_rates: Sequence[float], *, is_stop_wanted: bool) -> ManyTrained:
-        """``first_step`` is from 0. Collective."""
+    def __call__(
+        self, first_step: int, learning_rates: Sequence[float], *, is_stop_wanted: bool
+    ) -> tuple[npt.NDArray[Any], float, Batch]:
+        """``first_step`` is from 0. Collective.
+
+        Returns:
+            Of each trained step, control vector and facts; the wait for batches in seconds (0 without clock); the last
+            batch.
+        """
         count, rows, input_sec, batch = self._train(
             tf.constant(first_step, tf.int64),
             tf.constant(learning_rates, tf.float64),
             tf.constant((is_stop_wanted, 0), tf.float64),
             *self._batches.arguments(first_step, len(learning_rates)),
         )
-        return ManyTrained(rows.numpy()[: int(count)], float(input_sec), batch)
+        return rows.numpy()[: int(count)], float(input_sec), batch
 
     def find_phase(self) -> tuple[Phase, int]:
         """The present step, from 1; any thread may ask during a call."""

@@ -201,9 +201,9 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
     first = random.normal(size=PROBE_SHAPE).astype(np.float32)
     gradients = [random.normal(size=PROBE_SHAPE).astype(np.float32) for _ in range(PROBE_UPDATES)]
     try:
-        [whole] = _update(optimizer, [first], [[gradient] for gradient in gradients])
+        whole = _update(optimizer, first, gradients)
         halves = zip(_halve(first), *map(_halve, gradients), strict=True)
-        pieces = [_update(optimizer, [piece], [[of] for of in of_piece])[0] for piece, *of_piece in halves]
+        pieces = [_update(optimizer, piece, of_piece) for piece, *of_piece in halves]
     except Exception as error:
         raise UsageError(
             f"shard_optimizer is true, but whether {name} is element-wise cannot be tried on pieces of a weight: "
@@ -222,14 +222,12 @@ def _halve(values: np.ndarray) -> list[np.ndarray]:
     return [flat[:PROBE_CUT], flat[PROBE_CUT:]]
 
 
-def _update(
-    optimizer: keras.optimizers.Optimizer, first: Sequence[np.ndarray], gradients: Sequence[Sequence[np.ndarray]]
-) -> list[np.ndarray]:
+def _update(optimizer: keras.optimizers.Optimizer, first: np.ndarray, gradients: Sequence[np.ndarray]) -> np.ndarray:
     """Use a copy of the optimizer, without clipping, at a large rate."""
     config = optimizer.get_config() | {"learning_rate": PROBE_RATE}
     twin = type(optimizer).from_config(config)
     twin.clipnorm = twin.global_clipnorm = twin.gradient_accumulation_steps = None
-    weights = [keras.Variable(value, dtype="float32") for value in first]
-    for of_update in gradients:
-        twin.apply([tf.constant(gradient) for gradient in of_update], weights)
-    return [weight.numpy() for weight in weights]
+    weight = keras.Variable(first, dtype="float32")
+    for gradient in gradients:
+        twin.apply([tf.constant(gradient)], [weight])
+    return weight.numpy()

@@ -8,6 +8,7 @@ micro-batch: ranks may have different numbers of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -102,7 +103,5 @@ def _to_digits(value: tf.Tensor) -> tf.Tensor:
 def _from_digits(digits: tf.Tensor, dtype: str) -> tf.Tensor:
     parts = tf.unstack(tf.cast(digits, tf.int64))
     shifted = [tf.bitwise.left_shift(part, tf.constant(BITS * number, tf.int64)) for number, part in enumerate(parts)]
-    bits = shifted[0]
-    for part in shifted[1:]:
-        bits = tf.bitwise.bitwise_or(bits, part)
+    bits = functools.reduce(tf.bitwise.bitwise_or, shifted)
     return tf.bitcast(bits, tf.uint64) if dtype == "uint64" else tf.cast(bits, dtype)

@@ -169,8 +169,7 @@ class TrainStep:
     @property
     def shapes_of_shared_out(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Whole sharded slots."""
-        pieces = self.named_pieces.items() if self.sharded is not None else ()
-        return {name: (self.sharded.shape_of(v), str(v.dtype)) for name, v in pieces if self.sharded is not None}
+        return {name: (self.sharded.shape_of(v), str(v.dtype)) for name, v in self.named_pieces.items() if self.sharded}
 
     @property
     def names(self) -> list[str]:

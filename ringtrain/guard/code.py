@@ -29,7 +29,8 @@ def describe_loaded_code() -> dict[str, str | list[str]]:
         seen.add(file)
         lines = _read_lines(name, module, file)
         if lines is not None:
-            label = _label(name, Path(file))
+            depth = name.count(".") + 1 + (Path(file).stem == "__init__")
+            label = "/".join(Path(file).parts[-depth:])  # nets/blocks.py for nets.blocks
             if f"{label} line" in facts:
                 label = f"{Path(file).parent.name}/{label}"
             facts[f"{label} line"] = lines
@@ -47,12 +48,6 @@ def package_version(package: str) -> str | None:
 def _file_of(module: object) -> str | None:
     """Avoid ``getattr``, which would load lazy modules."""
     return vars(module).get("__file__") if isinstance(module, ModuleType) else None
-
-
-def _label(name: str, file: Path) -> str:
-    """For example ``nets/blocks.py`` for ``nets.blocks``."""
-    depth = name.count(".") + 1 + (file.stem == "__init__")
-    return "/".join(file.parts[-depth:])
 
 
 def _read_lines(name: str, module: ModuleType, file: str) -> list[str] | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -39,7 +38,8 @@ class ReplicaGuard:
         """Compare the values after ``step`` steps; ``again``: also if they were equal at this step. Collective."""
         if self._collective.world.size == 1 or (self._equal_at == step and not again):
             return
-        hashes = [hash_bits(_values_of(v)) for v in self._variables.values()]
+        # Flat: TensorFlow makes no array of a bfloat16 scalar.
+        hashes = [hash_bits(np.asarray(tf.reshape(v.value, [-1]))) for v in self._variables.values()]
         of_all = hash_bits(np.array(hashes, np.uint64))
         if len(set(all_gather_object(self._collective, of_all, name="replicas"))) == 1:
             self._equal_at = step
@@ -91,8 +91,3 @@ def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapp
         odd = sorted(itertools.chain.from_iterable(few))
         return f"{name_ranks(odd, nodes)} differ{'s' if len(odd) == 1 else ''} from {name_ranks(most)}"
     return f"{' and '.join(name_ranks(group, nodes) for group in groups)} differ from each other"
-
-
-def _values_of(variable: keras.Variable) -> Any:
-    """Flatten: TensorFlow makes no array of a bfloat16 scalar."""
-    return np.asarray(tf.reshape(variable.value, [-1]))

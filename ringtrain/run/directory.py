@@ -99,16 +99,12 @@ class RunDirectory:
             if self._has_ended and event == "warning":
                 return
             self.may_write()
-            self._append(line)
+            data = (b"\n" if self._is_cut_off else b"") + line
+            with self._explaining():
+                while data:  # a full disk leaves a partial line, which readers skip
+                    data = data[self._metrics.write(data) :]
+                    self._is_cut_off = bool(data)
             self._has_ended |= event == "end"
-
-    def _append(self, line: bytes) -> None:
-        """A full disk leaves a partial line, which readers skip."""
-        data = (b"\n" if self._is_cut_off else b"") + line
-        with self._explaining():
-            while data:
-                data = data[self._metrics.write(data) :]
-                self._is_cut_off = bool(data)
 
     def forget_after(self, step: int) -> None:
         """Also drop a truncated line."""
@@ -121,7 +117,8 @@ class RunDirectory:
                     event = parse_event(line)
                     if event is not None:
                         self.interrupted_at = _interruption_after(event, self.interrupted_at)
-                        kept.writelines([line.rstrip(b"\n") + b"\n"] if _is_kept(event, step) else [])
+                        if event["event"] not in STEP_EVENTS or (event.get("step") or 0) <= step:
+                            kept.write(line.rstrip(b"\n") + b"\n")
             self._metrics = _open_metrics(self.path)
 
     @contextlib.contextmanager
@@ -269,12 +266,6 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     return event
 
 
-def find_last_saved_step(path: Path) -> int | None:
-    saved = find_events(path, "checkpoint")
-    # A best checkpoint is not for resumes.
-    return max((event["step"] for event in saved if "/best-" not in str(event.get("path"))), default=None)
-
-
 def find_events(path: Path, kind: str) -> list[dict[str, Any]]:
     word = f'"{kind}"'.encode()
     try:
@@ -318,10 +309,6 @@ def require_writable(directory: Path) -> None:
             f"nothing can be written into {str(directory)!r}, as this run has to: {error.strerror}. Mend it, move a "
             "whole run to another disk instead of a part of it, or give another directory with --out."
         ) from error
-
-
-def _is_kept(event: Mapping[str, Any], step: int) -> bool:
-    return event["event"] not in STEP_EVENTS or (event.get("step") or 0) <= step
 
 
 def _interruption_after(event: Mapping[str, Any], before: float | None) -> float | None:

@@ -191,17 +191,13 @@ def _job(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _is_former_start(holder: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """An earlier start of this job may still run on a lost node."""
-    mine, before = _job(environ), holder.get("restarts")
-    return mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"])
-
-
 def _wait_until_free(file: Path, run: Path, environ: Mapping[str, str]) -> None:
     holder = read_small(file)
     if not holder or holder.get("released"):
         return
-    if _is_former_start(holder, environ):
+    mine, before = _job(environ), holder.get("restarts")
+    # An earlier start of this job may still run on a lost node.
+    if mine["job"] is not None and holder.get("job") == mine["job"] and before in range(mine["restarts"]):
         LOG.info(f"taking over from {_describe(holder)}: Slurm has started the job again")
         return
     is_alive = _is_alive_here(holder)

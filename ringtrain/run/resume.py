@@ -19,7 +19,7 @@ from ringtrain.run.directory import (
     METRICS_FILE,
     RunDirectory,
     create_run_directory,
-    find_last_saved_step,
+    find_events,
     read_config,
     refuse_other_kinds,
     require_writable,
@@ -134,13 +134,14 @@ def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[s
     try:
         remove_unfinished(root)
         checkpoint, damages = find_newest(root, check=require_resumable)
-        saved = find_last_saved_step(directory.path) if checkpoint is None else None
+        events = find_events(directory.path, "checkpoint") if checkpoint is None else []
     except OSError as error:
         raise DataError(
             f"{error.filename or str(root)!r} cannot be read: {error.strerror}. Mend that, and start the same command "
             "again."
         ) from error
-    if saved is None:
+    saved = [event["step"] for event in events if "/best-" not in str(event.get("path"))]  # a best is not for resumes
+    if not saved:
         return checkpoint, damages
     if root.is_dir():
         why = "holds none"
@@ -149,9 +150,9 @@ def find_checkpoints(directory: RunDirectory) -> tuple[Checkpoint | None, list[s
     else:
         why = "is a file" if root.exists() else "is not there"
     raise DataError(
-        f"the run in {str(directory.path)!r} has saved checkpoints, the newest of step {saved} ({METRICS_FILE} says "
-        f"so), but {str(root)!r} {why}. Mount it or bring it back, and start the same command again; or start a new "
-        "run with --resume never."
+        f"the run in {str(directory.path)!r} has saved checkpoints, the newest of step {max(saved)} ({METRICS_FILE} "
+        f"says so), but {str(root)!r} {why}. Mount it or bring it back, and start the same command again; or start a "
+        "new run with --resume never."
     )
 
 

@@ -8,6 +8,7 @@ import enum
 import time
 from pathlib import Path
 
+import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
@@ -158,22 +159,20 @@ class Save(Action):
         as_step, as_best = self._job.is_checkpoint_due(step), self._session.progress.best_step == step
         if not (as_step or as_best):
             return
-        of_step = self._job.step
-        require_finite_values(of_step.named_variables | of_step.named_pieces, self._job.collective, step=step)
-        record_iterator_states(self._job, self._session, step)
-        gathered = of_step.gather_shared_out()
-        self._session.save(step, of_step.named_variables, gathered, as_step=as_step, as_best=as_best)
+        gathered = gather_state(self._job, self._session, step)
+        self._session.save(step, self._job.step.named_variables, gathered, as_step=as_step, as_best=as_best)
 
 
-def record_iterator_states(job: Job, session: RunSession, step: int) -> None:
-    """Record the state of each rank's pipeline, for a resume. Collective."""
+def gather_state(job: Job, session: RunSession, step: int) -> dict[str, np.ndarray]:
+    """Check all values; record each rank's pipeline; return whole sharded slots, on rank 0. Collective."""
+    require_finite_values(job.step.named_variables | job.step.named_pieces, job.collective, step=step)
     place = job.batches.state_before(step)
-    if place is None:  # on all ranks
-        return
-    mine = [place[0], base64.b64encode(place[1]).decode(), place_of_data(job.config)]
-    places = all_gather_object(job.collective, mine, name="places")
-    # create_batches takes the states of all ranks, or rank 0's if the stream is shared.
-    session.progress.places = [(at, state, where) for at, state, where in places if state]
+    if place is not None:  # on all ranks
+        mine = [place[0], base64.b64encode(place[1]).decode(), place_of_data(job.config)]
+        places = all_gather_object(job.collective, mine, name="places")
+        # create_batches takes the states of all ranks, or rank 0's if the stream is shared.
+        session.progress.places = [(at, state, where) for at, state, where in places if state]
+    return job.step.gather_shared_out()
 
 
 class CheckReplicas(Action):

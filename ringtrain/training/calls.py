@@ -41,9 +41,9 @@ class Calls:
                 self._max_steps = self._choose()
         if self._max_steps <= 1 or step < self._first_of_many:
             return 1
-        end = min(step + self._max_steps, self._job.plan.total_steps)
+        end, order = min(step + self._max_steps, self._job.plan.total_steps), self._job.plan.order
         last = step
-        while last < end and self._is_usual(last):
+        while last < end and order.global_count(last) == order.global_batch_size:  # the last of an epoch may have fewer
             last += 1
             if any(action.is_due(last, is_last=last == self._job.plan.total_steps) for action in self._actions):
                 break
@@ -84,8 +84,3 @@ class Calls:
         if self._wanted == "auto" and job.config.deterministic:
             return "deterministic mode has no clock for the input"
         return why_single_steps(job.step)
-
-    def _is_usual(self, step: int) -> bool:
-        """The last step of an epoch may have fewer samples; ``step`` is from 0."""
-        order = self._job.plan.order
-        return order.global_count(step) == order.global_batch_size

@@ -120,7 +120,11 @@ def create_step(
 def warn_of_settings(workload: Workload, config: Config, step: TrainStep, *, is_parallel: bool) -> None:
     if why := describe_python(step.python_operations):
         LOG.warning(why)
-    warn_of_own_step(step.model)
+    if own := find_own_steps(step.model):
+        LOG.warning(
+            f"{' and '.join(own)} is never called: a step here is the workload's loss, metrics and optimizer. "
+            "Train such a model by fit, under ringtrain.keras."
+        )
     warn_of_best(config)
     if step.not_compiled:
         LOG.info(f"XLA compiles no part of the step: {step.not_compiled}.")
@@ -164,18 +168,21 @@ def create_eval_step(
     collective: Collective,
     batch_spec: Batch,
 ) -> EvalStep | None:
-    if evaluation is None:
-        check_best_metric(config, step.metric_names)
-        return None
-    require_same_structure(workload, batch_spec, evaluation.element_spec)
-    eval_step = EvalStep(
-        workload=workload,
-        model=step.model,
-        averages=step.averages,
-        collective=collective,
-        batch_spec=evaluation.element_spec,
-    )
-    check_best_metric(config, eval_step.metric_names)
+    eval_step = None
+    if evaluation is not None:
+        require_same_structure(workload, batch_spec, evaluation.element_spec)
+        eval_step = EvalStep(
+            workload=workload,
+            model=step.model,
+            averages=step.averages,
+            collective=collective,
+            batch_spec=evaluation.element_spec,
+        )
+    names = ("loss", "data_loss", *(step if eval_step is None else eval_step).metric_names)
+    if config.best_metric not in names:
+        raise UsageError(
+            f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}."
+        )
     return eval_step
 
 
@@ -190,14 +197,6 @@ def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) 
             )
 
 
-def check_best_metric(config: Config, metric_names: Sequence[str]) -> None:
-    names = ("loss", "data_loss", *metric_names)
-    if config.best_metric not in names:
-        raise UsageError(
-            f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}."
-        )
-
-
 def describe_python(find: Callable[[], Sequence[str]]) -> str:
     """Describe a possible deadlock: a ``tf.function`` in a ``tf.py_function`` needs another inter-op thread."""
     if tf.config.threading.get_inter_op_parallelism_threads() != 1 or not (names := find()):
@@ -206,14 +205,6 @@ def describe_python(find: Callable[[], Sequence[str]]) -> str:
         f"the step calls Python code ({', '.join(names[:3])}) on this rank's only inter-op thread. A tf.function in "
         "that code would wait for ever; in that case set TF_NUM_INTEROP_THREADS=2."
     )
-
-
-def warn_of_own_step(model: keras.Model) -> None:
-    if own := find_own_steps(model):
-        LOG.warning(
-            f"{' and '.join(own)} is never called: a step here is the workload's loss, metrics and optimizer. "
-            "Train such a model by fit, under ringtrain.keras."
-        )
 
 
 def find_own_steps(model: keras.Model) -> list[str]:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
-from ringtrain.config import Config, flatten_settings
+from ringtrain.config import DEFAULT_BATCH_SIZE, Config, flatten_settings
 from ringtrain.data.batches import Batches
 from ringtrain.data.contents import Contents
 from ringtrain.data.sources import ArraySource, Feed, Source
@@ -34,7 +34,7 @@ from ringtrain.training.creation import (
     warn_of_settings,
 )
 from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
-from ringtrain.training.plan import Plan, choose_global_batch_size, create_batches, own_augment, plan_steps
+from ringtrain.training.plan import Plan, create_batches, own_augment, plan_steps
 from ringtrain.training.sources import open_sources
 from ringtrain.workloads.base import Sources, Workload
 
@@ -147,7 +147,8 @@ def create_job(
         evaluation=sources.evaluation,
         evaluation_batches=evaluated,
         eval_step=eval_step,
-        labels_to_check=() if are_labels_unmodified(workload, sources.train) else step.labels,
+        # Those in memory are checked now, unless augment() changes them.
+        labels_to_check=() if isinstance(sources.train, ArraySource) and not own_augment(workload) else step.labels,
         many_steps=ManySteps(step, batches, has_clock=not config.deterministic),
         times=StepTimes(times_communication=step.times_communication),
         contents=contents,
@@ -162,7 +163,8 @@ def open_data(
     """Collective."""
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
     # The size of the first start, even with another number of ranks.
-    global_batch_size = start.global_batch_size or choose_global_batch_size(config, collective.world.size)
+    local_batch_size = (config.batch_size or DEFAULT_BATCH_SIZE) * config.accumulate
+    global_batch_size = start.global_batch_size or config.global_batch_size or local_batch_size * collective.world.size
     if isinstance(sources.train, Feed) and sources.train.steps_per_epoch is None:
         known = {"seed": config.seed, "global_batch_size": global_batch_size}
         sources = sources._replace(train=with_steps_of_its_own(sources.train, collective, **known))
@@ -209,8 +211,3 @@ def check_labels(job: Job, sources: Sources) -> None:
             except DataError:
                 if step is job.eval_step or keeps_labels(job.workload.augment, source):
                     raise
-
-
-def are_labels_unmodified(workload: Workload, train: Source | Feed) -> bool:
-    """False for labels not in memory; ``augment`` may change others."""
-    return isinstance(train, ArraySource) and own_augment(workload) is None

@@ -15,7 +15,6 @@ from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import RingtrainError
 from ringtrain.guard.contents import digest_contents, find_other_contents
-from ringtrain.guard.finite import require_finite_values
 from ringtrain.guard.labels import CHECKED_STEPS
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.run.directory import find_events
@@ -30,7 +29,7 @@ from ringtrain.training.actions import (
     Log,
     Profile,
     Save,
-    record_iterator_states,
+    gather_state,
 )
 from ringtrain.training.calls import Calls
 from ringtrain.training.evaluation import EvalReport
@@ -280,8 +279,6 @@ def settle(
 def finish(job: Job, session: RunSession, step: int, ending: Ending) -> None:
     """Save the last step; return only after all ranks know. Raises the same on all ranks."""
     session.progress.finished = None if ending is Ending.PREEMPTED else ending.value
-    require_finite_values(job.step.named_variables | job.step.named_pieces, job.collective, step=step)
-    record_iterator_states(job, session, step)
-    path = session.finish(step, job.step.named_variables, job.step.gather_shared_out(), job.times.totals())
+    path = session.finish(step, job.step.named_variables, gather_state(job, session, step), job.times.totals())
     if ending is Ending.PREEMPTED:
         session.leave(f"step {step} of {job.plan.total_steps}", path)

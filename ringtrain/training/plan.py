@@ -27,10 +27,6 @@ from ringtrain.workloads.base import Workload
 DEFAULT_EPOCHS = 10
 
 
-def choose_global_batch_size(config: Config, size: int) -> int:
-    return config.global_batch_size or (config.batch_size or DEFAULT_BATCH_SIZE) * config.accumulate * size
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Equal on all ranks."""

@@ -119,7 +119,7 @@ def train(
     def train_many(self: Any, first_step: int, learning_rates: Any, **more: Any) -> Any:
         lengths.append(len(learning_rates))
         trained = right_call(first_step, learning_rates, **more)
-        for number, row in enumerate(trained.rows, start=1):
+        for number, row in enumerate(trained[0], start=1):
             note(first_step + number, row)
         return trained
 

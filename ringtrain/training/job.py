@@ -107,15 +107,8 @@ def create_job(
     activity.set_phase(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, plan, contents = open_data(workload, config, collective, num_threads=num_threads, start=start)
-    batches = create_batches(
-        sources.train,
-        plan,
-        workload,
-        config,
-        collective,
-        num_threads=num_threads,
-        places=start.progress.get("places", ()),
-    )
+    places = start.progress.get("places", ())
+    batches = create_batches(sources.train, plan, workload, config, collective, num_threads=num_threads, places=places)
     activity.set_phase(Phase.COMPILE, takes_long=True)
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
@@ -162,8 +155,8 @@ def open_data(
 ) -> tuple[Sources, Plan, Contents]:
     """Collective."""
     sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
-    # The size of the first start, even with another number of ranks.
     local_batch_size = (config.batch_size or DEFAULT_BATCH_SIZE) * config.accumulate
+    # The size of the first start, even with another number of ranks.
     global_batch_size = start.global_batch_size or config.global_batch_size or local_batch_size * collective.world.size
     if isinstance(sources.train, Feed) and sources.train.steps_per_epoch is None:
         known = {"seed": config.seed, "global_batch_size": global_batch_size}

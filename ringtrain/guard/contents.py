@@ -79,7 +79,9 @@ def _find_first_value(
     shape = array.shape[1:]
     values = np.asarray(array[sample]).reshape(-1)
     number = _find_first_row(collective, values, speakers, name=f"{name}/values", may_be_rounding=False)
-    said = all_gather_object(collective, _in_words(values[number]), name=f"{name}/value")
+    mine = values[number]
+    words = mine.decode(errors="replace") if isinstance(mine, bytes) else str(mine)
+    said = all_gather_object(collective, words, name=f"{name}/value")
     place = [int(index) for index in np.unravel_index(number or 0, shape)]
     where = f"sample {sample} at {place}" if place else f"sample {sample}"
     return f"{where} (from 0)", [said[speaker] for speaker in speakers]
@@ -118,7 +120,3 @@ def _find_first_row(
 
 def _unequal(one: Sequence[Any], other: Sequence[Any]) -> list[int]:
     return [block for block, (mine, its) in enumerate(zip(one[0], other[0], strict=True)) if mine != its]
-
-
-def _in_words(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -191,7 +191,8 @@ class Exchange:
         if may_travel_alone:
             # Joined ranks take part in the last message. TensorFlow would prune it if separate and unused.
             tf.debugging.assert_positive(sums[-1])
-        return one.scale_sums(sums)
+        totals = sums[: len(gradients)]
+        return totals if one.is_native else [scaled(total, scale) for total in totals]
 
     def begin_batch(self) -> None:
         self._step.is_new = True

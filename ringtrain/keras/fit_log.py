@@ -85,9 +85,6 @@ class FitLog:
             return Means(self._mean_over_ranks(mine))
         return Means({name: value for name, value in values.items() if name in mine}, samples)
 
-    def write_validation(self, means: Means, step: int, *, epoch: int) -> None:
-        self._session.log("eval", means.values, step=step, epoch=epoch, samples=means.samples)
-
     def own(self) -> Arrays:
         sums = () if self._sums_before is None else self._sums_before
         return {

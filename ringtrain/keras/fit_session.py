@@ -382,5 +382,6 @@ class FitSession:
             raise UsageError(
                 f"best_metric is {metric!r}, and the validation gives {', '.join(means.values)}. Name one of these."
             )
-        self._log.write_validation(means, self.step, epoch=self._progress.epochs_done)
+        epoch, samples = self._progress.epochs_done, means.samples
+        self._session.log("eval", means.values, step=self.step, epoch=epoch, samples=samples)
         return self._progress.note_evaluation(self.step, means.values[metric], self._config.best_direction)

@@ -44,7 +44,9 @@ def check_distributed(optimizer: Any) -> None:
 
     It raises if this process, or for weights of an earlier distributed ``fit``, this ``fit``, has reduced no gradients.
     """
-    if isinstance(optimizer, Distributed) or is_applying.get() or TrainingGuard.may_apply_alone():
+    # Gradients may be reduced already, or the model be this rank's own.
+    may_apply_alone = TrainingGuard.has_reduced() if TrainingGuard.goes_on else GradientReduction.calls > 0
+    if isinstance(optimizer, Distributed) or is_applying.get() or may_apply_alone:
         return
     if not hvd.is_initialized() or hvd.size() == 1:
         return
@@ -79,11 +81,6 @@ class TrainingGuard(keras.callbacks.Callback):
     @classmethod
     def has_reduced(cls) -> bool:
         return GradientReduction.calls > cls.reductions_before
-
-    @classmethod
-    def may_apply_alone(cls) -> bool:
-        """True if gradients may be reduced already, or the model be this rank's own."""
-        return cls.has_reduced() if cls.goes_on else GradientReduction.calls > 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         TrainingGuard.reductions_before = GradientReduction.calls
@@ -140,7 +137,9 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:
-            if self._distributed is None and self._trains_by_tape():
+            if self._distributed is None and self.has_reduced():  # in a user's train_step, by a tape
+                _trained_by_tape.add(self.model)  # only a trace shows it
+            if self._distributed is None and self.model in _trained_by_tape and Exchange.spans_world:
                 self._require_same_weights(ProcessSetCollective(), epoch)
             return
         if self.params.get("steps") is None or self._spans_world():
@@ -153,12 +152,6 @@ class TrainingGuard(keras.callbacks.Callback):
             if hvd.rank() == 0 and self._spans_world() and (twice := find_same(hashes)):
                 warn_of_same(tuple(twice))
         self._require_same_weights(self._collective, epoch)
-
-    def _trains_by_tape(self) -> bool:
-        """A user's train_step reduces; recorded, as only a trace shows it."""
-        if self.has_reduced():
-            _trained_by_tape.add(self.model)
-        return self.model in _trained_by_tape and Exchange.spans_world
 
     def _connect(self) -> ProcessSetCollective | None:
         if self._distributed is None:

@@ -89,8 +89,7 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
     for last in [callback for kind in (CommitStateCallback, Run) for callback in listed if isinstance(callback, kind)]:
         listed.remove(last)
         if isinstance(last, Run):
-            last.note_others(listed)
-            listed.insert(0, last.before_others())
+            listed.insert(0, last.before_others(listed))
         listed.append(last)
     if Run.current is not None and not any(isinstance(callback, Run) for callback in listed):
         listed.append(_keeping_counts(callback_list.model))

@@ -129,7 +129,7 @@ class Run(keras.callbacks.Callback):
                     explaining_lost_ranks(),
                 ):
                     Run.current = fit = FitSession(model, session)
-                    watchdog.refine_by(fit.refine)
+                    watchdog.refine = fit.refine
                     activity.set_phase(Phase.PREPARE, takes_long=True)  # Keras reads the first batch
                     try:
                         yield
@@ -146,14 +146,13 @@ class Run(keras.callbacks.Callback):
                     leave_by(error, collective, watchdog, is_agreed=is_agreed)
                 raise
 
-    def note_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
-
-    def before_others(self) -> keras.callbacks.Callback:
+    def before_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> keras.callbacks.Callback:
         """A callback before all others: it reports them to the watchdog, and compares the replicas at the end.
 
         It completes the logs of an epoch of unknown length of which a resume finds no batch left.
         """
+
+        self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
         def begin(*_: Any, takes_long: bool = False) -> None:
             activity.set_phase(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)

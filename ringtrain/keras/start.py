@@ -16,11 +16,10 @@ from ringtrain.errors import UsageError
 from ringtrain.guard.failing import show_once
 from ringtrain.keras import hooks
 from ringtrain.keras.collective import choose_backend, is_elastic, note_cores, wants_native_sums
-from ringtrain.runtime.devices import Needs, apply_plan, describe_cores, plan_devices, start_tensorflow
-from ringtrain.runtime.machine import claim_cores, read_machine
-from ringtrain.runtime.segments import remove_dead_segments
+from ringtrain.runtime.devices import Needs, describe_cores, start_tensorflow
 from ringtrain.runtime.shutdown import allow, watch_end
 from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
+from ringtrain.training.joining import take_devices
 
 log = logging.getLogger("ringtrain")
 _has_begun = False  # init() has started Horovod; with MPI only possible once
@@ -77,13 +76,9 @@ def init(
 
 
 def _take_devices(world: World) -> None:
-    if world.local_rank == 0:
-        remove_dead_segments()
     # Horovod's processes need equal settings; ours depend on the world, which differs for a late rank.
     one_at_a_time = wants_native_sums() and LIBRARY.exists()
-    needs = Needs(horovod=not is_elastic(), one_at_a_time=one_at_a_time, ends_stalls=True)
-    plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
-    apply_plan(plan)
+    plan = take_devices(world, Needs(horovod=not is_elastic(), one_at_a_time=one_at_a_time, ends_stalls=True))
     if plan.why_unpinned:
         note_cores(f"rank {world.rank} on {describe_cores(plan)}")
     try:

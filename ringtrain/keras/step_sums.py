@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringtrain.collectives.gradients import GradientReduction, scaled
+from ringtrain.collectives.gradients import GradientReduction
 
 Gradients = list[Any]  # per variable: tf.Tensor, tf.IndexedSlices or None
 
@@ -24,10 +24,9 @@ class Sum:
     num_gradients: int
     scale: float | tf.Tensor  # elastic: a tensor of the step's graph
 
-    is_native: bool
+    is_native: bool  # its sums are scaled already
 
     def act(self, tensors: Gradients) -> Gradients:
-        """Native sums are scaled already."""
         if self.is_native:
             return self.reduction.single_all_reduce(tensors, scaled=(self.num_gradients, float(self.scale)))
         return self.reduction.all_reduce(tensors)
@@ -36,10 +35,6 @@ class Sum:
     def traced(self) -> Callable[[Gradients], Gradients]:
         """Traced once, not per epoch."""
         return tf.function(self.act, autograph=False)
-
-    def scale_sums(self, sums: Gradients) -> Gradients:
-        gradients = sums[: self.num_gradients]
-        return gradients if self.is_native else [scaled(total, self.scale) for total in gradients]
 
 
 class StepSums:

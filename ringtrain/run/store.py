@@ -23,7 +23,6 @@ from ringtrain.run.checkpoint import (
 
 BEST = "best"
 STEP_NAME = re.compile(r"step-(\d+)", re.ASCII)
-BEST_NAME = re.compile(rf"{BEST}-{STEP_NAME.pattern}", re.ASCII)
 
 
 def step_name(step: int) -> str:
@@ -57,13 +56,11 @@ def write_checkpoint(
     return root / name
 
 
-def list_steps(root: Path) -> list[int]:
+def list_steps(root: Path, prefix: str = "") -> list[int]:
     """Ascending, with damaged ones."""
-    if not root.is_dir():
-        return []
-    names = [entry.name for entry in root.iterdir()]
-    steps = [int(match[1]) for name in names if (match := STEP_NAME.fullmatch(name))]
-    return sorted(step for step in steps if step_name(step) in names)
+    names = {entry.name for entry in root.iterdir()} if root.is_dir() else set()
+    steps = {int(match[1]) for name in names if (match := STEP_NAME.fullmatch(name.removeprefix(prefix)))}
+    return sorted(step for step in steps if f"{prefix}{step_name(step)}" in names)
 
 
 def find_newest(
@@ -115,9 +112,7 @@ def find_best(root: Path) -> Path | None:
 
 
 def _list_bests(root: Path) -> list[int]:
-    names = {path.name for path in root.glob(f"{BEST}-*") if path.is_dir()}
-    steps = sorted({int(match[1]) for name in names if (match := BEST_NAME.fullmatch(name))})
-    return [step for step in steps if f"{BEST}-{step_name(step)}" in names]
+    return [step for step in list_steps(root, f"{BEST}-") if (root / f"{BEST}-{step_name(step)}").is_dir()]
 
 
 def set_aside(root: Path, newer_than: int) -> list[Path]:

@@ -56,9 +56,12 @@ def pin(world: World, config: Config | None = None, workload_class: type[Workloa
     """Choose devices and cores. Call it before heavy imports."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of libraries; ours are log lines
+    return take_devices(world, NO_NEEDS if config is None else needs_of(config, world, workload_class))
+
+
+def take_devices(world: World, needs: Needs) -> DevicePlan:
     if world.local_rank == 0:
         remove_dead_segments()
-    needs = NO_NEEDS if config is None else needs_of(config, world, workload_class)
     plan = plan_devices(world, read_machine(os.environ), os.environ, needs, claim_cores=claim_cores)
     apply_plan(plan)
     return plan

@@ -66,8 +66,12 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             "may be left out."
         )
     for part, source in given._asdict().items():
-        if isinstance(source, Feed):
-            require_steps(source.steps_per_epoch)
+        steps: Any = source.steps_per_epoch if isinstance(source, Feed) else None
+        is_number = isinstance(steps, SupportsIndex) and not isinstance(steps, bool)
+        if steps is not None and not (is_number and steps.__index__() >= 1):
+            raise DataError(
+                f"steps_per_epoch is {steps!r}; it must be a whole number, at least 1, or None for a single pass."
+            )
         may_be = (isinstance(source, Feed) and part == "train") or (source is None and part == "evaluation")
         if may_be or (hasattr(source, "gather") and isinstance(getattr(source, "num_samples", None), SupportsIndex)):
             continue
@@ -80,14 +84,6 @@ def require_sources(workload: Workload, given: Any) -> Sources:
             f"{', or None' if part == 'evaluation' else ''}: in ringtrain, {remedy}."
         )
     return given
-
-
-def require_steps(steps_per_epoch: Any) -> None:
-    is_number = isinstance(steps_per_epoch, SupportsIndex) and not isinstance(steps_per_epoch, bool)
-    if steps_per_epoch is not None and not (is_number and steps_per_epoch.__index__() >= 1):
-        raise DataError(
-            f"steps_per_epoch is {steps_per_epoch!r}; it must be a whole number, at least 1, or None for a single pass."
-        )
 
 
 def name_kind(value: Any) -> str:

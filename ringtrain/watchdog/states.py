@@ -14,6 +14,7 @@ from ringtrain.watchdog.stacks import MAX_FRAME_LENGTH
 # A rank lost without notice; its launcher usually ends the others within two seconds.
 GONE_SECONDS = 20.0
 MAX_GROUPS = 6
+TOLD_SECONDS = ("still", "limit", "max_silence")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +40,15 @@ class RankState:
         return dataclasses.replace(self, silent=self.silent + seconds)
 
     def to_message(self) -> dict[str, Any]:
-        note = self.note
-        more = {"still": self.still, "limit": self.limit, "max_silence": self.max_silence, "where": self.where}
-        return {"doing": note.doing.name, "step": note.step, **more}
+        told = {name: getattr(self, name) for name in (*TOLD_SECONDS, "where")}
+        return {"doing": self.note.doing.name, "step": self.note.step, **told}
 
 
 def read_state(message: Mapping[str, Any]) -> RankState:
     """Raise KeyError, TypeError or ValueError for invalid messages."""
     note = Note(Phase[message["doing"]], int(message["step"]))
-    return RankState(
-        note=note,
-        still=float(message["still"]),
-        limit=float(message["limit"]),
-        max_silence=float(message["max_silence"]),
-        where=str(message["where"])[:MAX_FRAME_LENGTH],
-    )
+    seconds = {name: float(message[name]) for name in TOLD_SECONDS}
+    return RankState(note=note, where=str(message["where"])[:MAX_FRAME_LENGTH], **seconds)
 
 
 def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all: bool) -> str | None:

@@ -69,7 +69,7 @@ class Watchdog:
         self._stragglers = Stragglers()
         self._seen: tuple[Any, ...] = ()
         self._still = 0.0
-        self._refine: Callable[[Note], Note] | None = None
+        self.refine: Callable[[Note], Note] | None = None  # the thread waits briefly for it
         self._refining: threading.Thread | None = None
         self._refined: Note | None = None
         self._where = ""
@@ -201,16 +201,12 @@ class Watchdog:
         if not self._still:
             self._where, self._refined = "", None
 
-    def refine_by(self, refine: Callable[[Note], Note]) -> None:
-        """The thread waits briefly for ``refine``."""
-        self._refine = refine
-
     def _find_refined(self) -> None:
         if self._still < self._hang_timeout / 2:
             return
         self._where = find_user_frame()
-        if self._refine is not None and not (self._refining and self._refining.is_alive()):
-            refine, found = self._refine, list[Note]()
+        if self.refine is not None and not (self._refining and self._refining.is_alive()):
+            refine, found = self.refine, list[Note]()
             self._refining = start_bounded(lambda: found.append(refine(activity.current()[0])))
             self._refining.join(REFINE_SECONDS)
             self._refined = found[0] if found else None

@@ -12,9 +12,10 @@ import os
 import re
 import secrets
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,26 +157,20 @@ def is_held(run: Path) -> bool:
 def _claim(directory: Path, number: int, environ: Mapping[str, str]) -> bool:
     """Create a number's file atomically; return False if it exists."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), **_job(environ), **_process_identity(os.getpid())}
-    with _temporary_file(directory) as (descriptor, temporary):
-        with open(temporary, "x", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=descriptor)) as file:
-            json.dump(holder, file)
+    temporary = f".{secrets.token_hex(8)}"
+    with open_directory(directory) as descriptor:
         try:
+            with open(
+                temporary, "x", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=descriptor)
+            ) as file:
+                json.dump(holder, file)
             os.link(temporary, _file_name(number), src_dir_fd=descriptor, dst_dir_fd=descriptor)
         except FileExistsError:
             return False
-    return True
-
-
-@contextlib.contextmanager
-def _temporary_file(directory: Path) -> Iterator[tuple[int, str]]:
-    """Yield directory descriptor and a random name."""
-    name = f".{secrets.token_hex(8)}"
-    with open_directory(directory) as descriptor:
-        try:
-            yield descriptor, name
         finally:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=descriptor)
+                os.unlink(temporary, dir_fd=descriptor)
+    return True
 
 
 def find_job(environ: Mapping[str, str]) -> str | None:
@@ -247,13 +242,9 @@ def _process_identity(pid: int | None) -> dict[str, Any]:
 
 def _file_system_time(directory: Path) -> float:
     """Maybe another host's clock."""
-    with _temporary_file(directory) as (descriptor, name):
-        probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=descriptor)
-        try:
-            os.utime(probe)
-            return os.fstat(probe).st_mtime
-        finally:
-            os.close(probe)
+    with open_directory(directory), tempfile.TemporaryFile(dir=directory) as probe:
+        os.utime(probe.fileno())
+        return os.fstat(probe.fileno()).st_mtime
 
 
 def _modified(file: Path) -> float:

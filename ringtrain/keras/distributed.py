@@ -119,6 +119,17 @@ def find_distributed(optimizer: Any) -> Distributed | None:
     return next((candidate for candidate in candidates if isinstance(candidate, Distributed)), None)
 
 
+def wrap_method(owner: type, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls ``around(plain, self, ...)``."""
+    plain = getattr(owner, name)
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(plain, self, *args, **kwargs)
+
+    return method
+
+
 def check_parts(optimizer: Any) -> None:
     """Refuse distributed parts of a ``MultiOptimizer``: others would not be reduced."""
     names = [part.name for part in getattr(optimizer, "optimizers", ()) if find_distributed(part) is not None]

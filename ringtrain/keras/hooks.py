@@ -26,7 +26,14 @@ from ringtrain.data.tf_data import without_tuner
 from ringtrain.keras.auditing.session import Audit
 from ringtrain.keras.collective import is_elastic
 from ringtrain.keras.compiled import CompiledStep, notice, why_not_compiled
-from ringtrain.keras.distributed import OUTER, Distributed, apply_reduced, check_parts, find_distributed
+from ringtrain.keras.distributed import (
+    OUTER,
+    Distributed,
+    apply_reduced,
+    check_parts,
+    find_distributed,
+    wrap_method,
+)
 from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallback
 from ringtrain.keras.guards import TrainingGuard, check_distributed
 from ringtrain.keras.run import Run
@@ -35,48 +42,41 @@ from ringtrain.keras.same_samples import first_batches
 
 @functools.cache
 def install() -> None:
-    for owner in (keras.optimizers.Optimizer, *OUTER):
-        _replace(owner, "apply", _apply)
-    _replace(keras.Model, "make_train_function", _make_train_function)
-    _replace(keras.callbacks.CallbackList, "__init__", _create_callback_list)
-    _replace(keras.Model, "fit", _fit)
+    replacements: list[tuple[type, str, Any]] = [
+        *((owner, "apply", _apply) for owner in (keras.optimizers.Optimizer, *OUTER)),
+        (keras.Model, "make_train_function", _make_train_function),
+        (keras.callbacks.CallbackList, "__init__", _create_callback_list),
+        (keras.Model, "fit", _fit),
+    ]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, wrap_method(owner, name, replacement))
     trainer.TFEpochIterator = EpochIterator
-
-
-def _replace(owner: type, name: str, replacement: Any) -> None:
-    plain = getattr(owner, name)
-
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(functools.partial(plain, self), self, *args, **kwargs)
-
-    setattr(owner, name, method)
 
 
 def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     inner = optimizer.inner_optimizer if is_scaled else optimizer
     if is_scaled and isinstance(inner, Distributed):
-        return apply_reduced(inner, optimizer, plain, grads, trainable_variables)
+        return apply_reduced(inner, optimizer, functools.partial(plain, optimizer), grads, trainable_variables)
     if hasattr(inner, "optimizers"):
         if trainable_variables is not None:  # call the function that chooses optimizers, outside of Keras' cond
             inner.build(list(trainable_variables))
         check_parts(inner)
     if not is_scaled:
         check_distributed(optimizer)
-    return plain(grads, trainable_variables)
+    return plain(optimizer, grads, trainable_variables)
 
 
 def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
     if not (model.jit_compile and _has_ranks()) or (model.train_function and not force):
-        return plain(force)
+        return plain(model, force)
     if why_not := why_not_compiled(model):
         notice(why_not)
     else:
         model.train_step = CompiledStep(model)
     model.jit_compile = False
     try:
-        return plain(force)
+        return plain(model, force)
     finally:
         model.jit_compile = True
         if not why_not:
@@ -84,7 +84,7 @@ def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
 
 
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
-    plain(callbacks, *args, **kwargs)
+    plain(callback_list, callbacks, *args, **kwargs)
     listed = callback_list.callbacks
     for last in [callback for kind in (CommitStateCallback, Run) for callback in listed if isinstance(callback, kind)]:
         listed.remove(last)
@@ -104,7 +104,7 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
 
 
 def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(plain).bind(*args, **kwargs)
+    given = inspect.signature(plain).bind(model, *args, **kwargs)
     given.apply_defaults()
     callbacks, epochs, initial_epoch = (given.arguments[name] for name in ("callbacks", "epochs", "initial_epoch"))
     listed = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
@@ -115,7 +115,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             for run in runs[:1] if model.compiled else ():  # else Keras reports what is missing
                 around = run.around(model, epochs=epochs, initial_epoch=initial_epoch, is_alone=len(runs) == 1)
                 stack.enter_context(around)
-            return plain(*args, **kwargs)
+            return plain(model, *args, **kwargs)
     finally:
         first_batches().end()
         for callback in listed:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives.context import alone
-from ringtrain.keras.distributed import OUTER, Distributed
+from ringtrain.keras.distributed import OUTER, Distributed, wrap_method
 from ringtrain.keras.exchange import Exchange, variable_key
 from ringtrain.keras.guards import read_rate
 
@@ -150,17 +150,9 @@ def _variable_class() -> type:
     return next(each for each in type(tf.Variable(0.0)).__mro__ if "assign" in vars(each))
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, around: Plain) -> Iterator[None]:
+def replaced(owner: Any, name: str, around: Plain) -> Any:
     """Replace a method by ``around(plain, self, ...)`` until the end of the block."""
-    plain = getattr(owner, name)
-
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(plain, self, *args, **kwargs)
-
-    with mock.patch.object(owner, name, method):
-        yield
+    return mock.patch.object(owner, name, wrap_method(owner, name, around))
 
 
 @contextlib.contextmanager

@@ -166,8 +166,8 @@ def find_facts(
         """
         start = {**real.before, **(others or {})}
         write_values(variables, start)
-        record, without = Recording(), replaced(keras.layers.Layer, "__call__", _call_without(off))
-        with recording(record, is_one_process=change is not None), without:
+        record, without = Recording(), _call_without(off)
+        with recording(record, is_one_process=change is not None), replaced(keras.layers.Layer, "__call__", without):
             for batch, samples in zip(batches, whole, strict=True):
                 args, kwargs = batch.arguments_with([change(each) for each in samples] if change else batch.samples)
                 returned = step(*args, **kwargs)

@@ -62,14 +62,12 @@ def find_labels_of(graph: Any, y: Sequence[tf.Tensor]) -> Sequence[Labels]:
 
 
 def keeps_labels(augment: Augment, source: ArraySource) -> bool:
-    kept = []
-
-    def look(one: Any, other: Any) -> None:
-        kept.append(all(a is b for a, b in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)))
+    kept: list[bool] = []
 
     def trace(indices: tf.Tensor, keys: tf.Tensor) -> None:
         x, y = source.gather(indices)
-        look(y, graph_code(augment)(x, y, keys)[1])
+        changed = graph_code(augment)(x, y, keys)[1]
+        kept.extend(a is b for a, b in zip(tf.nest.flatten(y), tf.nest.flatten(changed), strict=True))
 
     tf.function(trace, autograph=False).get_concrete_function(
         tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64)

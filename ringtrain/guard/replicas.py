@@ -1,4 +1,4 @@
-"""Detection of divergent replicas, by a hash of the bits of weights and slots.
+"""Checks before a save: equal replicas, by a hash of the bits of weights and slots, and finite values.
 
 An array's hash is the sum over its 32-bit words w_i of m_i * w_i modulo 2^64, with odd m_i that depend on i. Odd
 numbers are invertible, so a change in one word always changes the hash. Changes in several cancel with probability
@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, all_gather_object
-from ringtrain.errors import ReplicasDifferError
+from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
+from ringtrain.errors import DivergedError, ReplicasDifferError
 from ringtrain.messages.ranks import group_ranks, name_ranks
 
 WORD_BYTES = 4
@@ -91,3 +91,38 @@ def _describe_split(groups: Sequence[Sequence[int]], nodes: Sequence[str] | Mapp
         odd = sorted(itertools.chain.from_iterable(few))
         return f"{name_ranks(odd, nodes)} differ{'s' if len(odd) == 1 else ''} from {name_ranks(most)}"
     return f"{' and '.join(name_ranks(group, nodes) for group in groups)} differ from each other"
+
+
+def require_finite_values(
+    variables: Mapping[str, keras.Variable],
+    collective: Collective,
+    *,
+    step: int,
+    though: str = ", though its loss and gradients were",
+    remedy: str = "Lower --optimizer.lr, or add --optimizer.clip_global_norm",
+) -> None:
+    """Raise DivergedError on all ranks. Collective.
+
+    Finite gradients can still make weights non-finite.
+    """
+
+    def look() -> None:
+        if not _are_finite([variable.value for variable in variables.values()]):
+            bad = [name for name, variable in variables.items() if not _is_finite(variable.value)]
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            raise DivergedError(
+                f"after step {step} not all values of {bad[0]}{more} are finite{though}; nothing is saved of it. "
+                f"{remedy}; what was saved before is whole."
+            )
+
+    raise_on_all_ranks(collective, look, name="finite_values")
+
+
+@tf.function(autograph=False)
+def _are_finite(values: list[tf.Tensor]) -> tf.Tensor:
+    """Check in one call, to be fast: bool []."""
+    return tf.reduce_all([_is_finite(value) for value in values])
+
+
+def _is_finite(value: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_all(tf.math.is_finite(value)) if tf.as_dtype(value.dtype).is_floating else tf.constant(True)

@@ -50,7 +50,20 @@ class Settings:
             warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=5)
             if self.groups is None:
                 object.__setattr__(self, "groups", self.num_groups)
-        self._check_op()
+        if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):
+            raise UsageError(f"op={self.op!r} must be hvd.Average, hvd.Sum or hvd.Adasum.")
+        if self.gradient_predivide_factor <= 0 or (self.gradient_predivide_factor != 1 and self.op != hvd.Average):
+            raise UsageError(
+                f"gradient_predivide_factor={self.gradient_predivide_factor} must be positive, and splits the division "
+                "of op=hvd.Average; other operations divide by nothing. Leave it out, or use op=hvd.Average."
+            )
+        if self.op == hvd.Adasum:
+            size = hvd.size()
+            if self.process_set != hvd.global_process_set or size & (size - 1) or not hvd.mpi_enabled():
+                raise UsageError(
+                    f"op=hvd.Adasum adds among all ranks, whose number must be a power of two, over MPI; this run has "
+                    f"{size} ranks{'' if hvd.mpi_enabled() else ' over Gloo'}. Use op=hvd.Average."
+                )
         is_number = type(self.groups) is int and self.groups > 0
         if not (self.groups is None or isinstance(self.groups, (list, tuple)) or is_number):
             raise UsageError(
@@ -71,22 +84,6 @@ class Settings:
         if self.groups is not None or self.compression != hvd.Compression.none:
             return "the optimizer has groups, or compresses"
         return "the optimizer has its own device" if self.device_dense or self.device_sparse else ""
-
-    def _check_op(self) -> None:
-        if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):
-            raise UsageError(f"op={self.op!r} must be hvd.Average, hvd.Sum or hvd.Adasum.")
-        if self.gradient_predivide_factor <= 0 or (self.gradient_predivide_factor != 1 and self.op != hvd.Average):
-            raise UsageError(
-                f"gradient_predivide_factor={self.gradient_predivide_factor} must be positive, and splits the division "
-                "of op=hvd.Average; other operations divide by nothing. Leave it out, or use op=hvd.Average."
-            )
-        if self.op == hvd.Adasum:
-            size = hvd.size()
-            if self.process_set != hvd.global_process_set or size & (size - 1) or not hvd.mpi_enabled():
-                raise UsageError(
-                    f"op=hvd.Adasum adds among all ranks, whose number must be a power of two, over MPI; this run has "
-                    f"{size} ranks{'' if hvd.mpi_enabled() else ' over Gloo'}. Use op=hvd.Average."
-                )
 
 
 class Exchange:

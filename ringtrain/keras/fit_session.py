@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from ringtrain.collectives import all_gather_object, run_on_rank0
 from ringtrain.errors import DivergedError, UsageError
-from ringtrain.guard.finite import require_finite_values
-from ringtrain.guard.replicas import ReplicaGuard
+from ringtrain.guard.replicas import ReplicaGuard, require_finite_values
 from ringtrain.keras.batches import GENERATORS, Batches, Position
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Exchange

@@ -157,9 +157,8 @@ class TrainingGuard(keras.callbacks.Callback):
         if self._distributed is None:
             return None
         process_set = self._distributed.exchange.settings.process_set
-        if not process_set.included() or process_set.size() == 1:
-            return None
-        if self.model.built and not self._shared_weights():
+        is_alone = not process_set.included() or process_set.size() == 1
+        if is_alone or (self.model.built and not self._shared_weights()):
             return None
         return ProcessSetCollective(process_set=process_set)
 

@@ -123,11 +123,3 @@ class ManySteps:
 def with_shape(tensor: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     tensor.set_shape(spec.shape)
     return tensor
-
-
-def why_single_steps(step: TrainStep) -> str:
-    """Return why a call cannot train many steps, or ""."""
-    if python := step.python_operations():
-        return f"the step calls Python code ({python[0]})"
-    is_dense = all(isinstance(part, tf.TensorSpec) for part in tf.nest.flatten(step.usual_spec))
-    return "" if is_dense else "the samples are ragged or sparse tensors"

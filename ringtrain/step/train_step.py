@@ -86,12 +86,9 @@ class TrainStep:
         self._trace_usual(workload, config, self.usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
         self.compiled = self.local_gradients.compiled
         self.labels = self.compiled.labels if self.compiled else find_labels(self.train, batch_spec)
-        self._train_any = tf.function(
-            lambda batch, learning_rate, extra_scalars: self._train_samples(batch, learning_rate, extra_scalars)[0],
-            input_signature=[batch_spec, *SCALARS],
-            autograph=False,
-        )
-        self._join = tf.function(self._train_empty_batch, input_signature=[batch_spec, *SCALARS], autograph=False)
+        of_any, train = [batch_spec, *SCALARS], lambda *given: self._train_samples(*given)[0]
+        self._train_any = tf.function(train, input_signature=of_any, autograph=False)
+        self._join = tf.function(self._train_empty_batch, input_signature=of_any, autograph=False)
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:

@@ -19,8 +19,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.data.sources import is_fallible
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.files.bounded import make_directory
-from ringtrain.guard.finite import require_finite_values
-from ringtrain.guard.replicas import ReplicaGuard
+from ringtrain.guard.replicas import ReplicaGuard, require_finite_values
 from ringtrain.messages.defects import describe_defect
 from ringtrain.run.directory import RunDirectoryError
 from ringtrain.runtime import activity

@@ -12,7 +12,6 @@ import tensorflow as tf
 from ringtrain.collectives import all_gather_object
 from ringtrain.guard.labels import CHECKED_STEPS
 from ringtrain.messages.log import LOG
-from ringtrain.step.many_steps import why_single_steps
 from ringtrain.training.actions import Action
 from ringtrain.training.job import Job
 
@@ -83,4 +82,7 @@ class Calls:
             return "on a GPU single steps overlap with the host"
         if self._wanted == "auto" and job.config.deterministic:
             return "deterministic mode has no clock for the input"
-        return why_single_steps(job.step)
+        if python := job.step.python_operations():
+            return f"the step calls Python code ({python[0]})"
+        is_dense = all(isinstance(part, tf.TensorSpec) for part in tf.nest.flatten(job.step.usual_spec))
+        return "" if is_dense else "the samples are ragged or sparse tensors"

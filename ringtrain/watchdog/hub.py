@@ -34,10 +34,6 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 Message = dict[str, Any]
 
 
-def draw_token() -> str:
-    return secrets.token_hex(16)
-
-
 def listen(world: World) -> tuple[socket.socket, list[str]]:
     """Return a socket and its addresses; other ranks use the first that answers."""
     is_one_node = world.local_size == world.size

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -26,7 +27,7 @@ from ringtrain.runtime.activity import Note, Phase, limit_seconds
 from ringtrain.runtime.processes import list_threads
 from ringtrain.runtime.run_record import record_end
 from ringtrain.runtime.world import World
-from ringtrain.watchdog.hub import Message, Star, draw_token, listen
+from ringtrain.watchdog.hub import Message, Star, listen
 from ringtrain.watchdog.outside import Outside
 from ringtrain.watchdog.stacks import find_user_frame, group_stacks, read_stacks, write_stacks
 from ringtrain.watchdog.states import RankState, find_hang, find_long_wait, read_state
@@ -103,7 +104,7 @@ class Watchdog:
         listener = None
         if world.is_rank0:
             listener, addresses = listen(world)
-            mine |= {"addresses": addresses, "port": listener.getsockname()[1], "token": draw_token()}
+            mine |= {"addresses": addresses, "port": listener.getsockname()[1], "token": secrets.token_hex(16)}
         self._looks.leave_out(list_threads() - self._threads_before)
         ranks = all_gather_object(collective, mine, name="watchdog")
         first = ranks[0]

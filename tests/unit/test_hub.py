@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import select
 import socket
 import time
@@ -13,9 +14,9 @@ import pytest
 
 from ringtrain.runtime.world import World
 from ringtrain.watchdog import hub
-from ringtrain.watchdog.hub import LOOPBACK, MAX_LINE_BYTES, Star, draw_token, listen
+from ringtrain.watchdog.hub import LOOPBACK, MAX_LINE_BYTES, Star, listen
 
-TOKEN = draw_token()
+TOKEN = secrets.token_hex(16)
 
 
 def world(size: int, local_size: int) -> World:
@@ -85,7 +86,7 @@ def test_an_unauthenticated_peer_is_ignored(center: tuple[Star, int], sent: byte
 def test_another_runs_token_is_refused_by_both_ends(center: tuple[Star, int]) -> None:
     middle, port = center
     other = Star(1)
-    other.connect_to([LOOPBACK], port, token=draw_token())
+    other.connect_to([LOOPBACK], port, token=secrets.token_hex(16))
     assert middle.receive(0.1) == []
     assert other.receive(0.1) == []
     assert (middle.peers, other.peers) == ([], [])

@@ -13,7 +13,7 @@ from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import DivergedError
-from ringtrain.guard.finite import require_finite_values
+from ringtrain.guard.replicas import require_finite_values
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.step.report import read_value
 from ringtrain.training.job import Job, create_job

@@ -61,7 +61,7 @@ def main() -> None:
 def time_saves(job: Any, directory: Path, *, is_waited: bool) -> tuple[list[float], str]:
     """Return seconds of each save on rank 0, and a fault."""
     from ringtrain.run.directory import RunDirectory
-    from ringtrain.run.progress import Progress
+    from ringtrain.run.resume import Progress
     from ringtrain.run.store import find_newest
     from ringtrain.training.saving import CheckpointWriter, describe_run, take_snapshot
 

@@ -36,7 +36,7 @@ NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM
 class Checkpoint:
     step: int
     variables: Mapping[str, npt.NDArray[Any]]  # by name: weights, optimizer slots, averages, loss scale
-    progress: Mapping[str, Any]  # ``ringtrain.run.progress``; JSON values
+    progress: Mapping[str, Any]  # ``ringtrain.run.resume.Progress``; JSON values
     # Workload, world size, global batch size, versions, command, configuration; JSON values.
     run: Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from ringtrain.guard.preflight import package_versions
 from ringtrain.messages.log import LOG
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import RunDirectory
-from ringtrain.run.progress import Progress
+from ringtrain.run.resume import Progress
 from ringtrain.run.store import find_best, step_name, tidy, write_checkpoint
 from ringtrain.run.variables import describe_difference
 from ringtrain.training.job import Job

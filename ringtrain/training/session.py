@@ -20,8 +20,7 @@ from ringtrain.errors import Cause, PreemptedError, RingtrainError
 from ringtrain.guard.preflight import package_versions
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.lease import find_job
-from ringtrain.run.progress import Progress
-from ringtrain.run.resume import OpenedRun, Start, describe_way_on
+from ringtrain.run.resume import OpenedRun, Progress, Start, describe_way_on
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.machine import format_cores

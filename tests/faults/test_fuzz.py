@@ -25,8 +25,7 @@ from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run import lease
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import RunDirectoryError
-from ringtrain.run.progress import Progress
-from ringtrain.run.resume import OpenedRun, open_run
+from ringtrain.run.resume import OpenedRun, Progress, open_run
 from ringtrain.run.store import list_steps, write_checkpoint
 
 SETTINGS = [*(f.name for f in fields(Config)), *(f"optimizer.{f.name}" for f in fields(OptimizerConfig))]

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from ringtrain.run.progress import Progress
+from ringtrain.run.resume import Progress
 
 Direction = Literal["min", "max"]
 

@@ -22,11 +22,11 @@ from ringtrain.messages.log import show_log
 from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE, Checkpoint
 from ringtrain.run.directory import CONFIG_FILE, METRICS_FILE
 from ringtrain.run.lease import LEASE_DIRECTORY
-from ringtrain.run.progress import Progress
 from ringtrain.run.resume import (
     FREE_SETTINGS,
     LENGTH_SETTINGS,
     OpenedRun,
+    Progress,
     Start,
     choose_directory,
     describe_way_on,

@@ -47,7 +47,7 @@ class RankState:
 def read_state(message: Mapping[str, Any]) -> RankState:
     """Raise KeyError, TypeError or ValueError for invalid messages."""
     note = Note(Phase[message["doing"]], int(message["step"]))
-    seconds = {name: float(message[name]) for name in TOLD_SECONDS}
+    seconds: dict[str, Any] = {name: float(message[name]) for name in TOLD_SECONDS}
     return RankState(note=note, where=str(message["where"])[:MAX_FRAME_LENGTH], **seconds)
 
 

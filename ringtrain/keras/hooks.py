@@ -36,7 +36,7 @@ from ringtrain.keras.distributed import (
 )
 from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallback
 from ringtrain.keras.guards import TrainingGuard, check_distributed
-from ringtrain.keras.run import Run
+from ringtrain.keras.run import Run, join_callbacks
 from ringtrain.keras.same_samples import first_batches
 
 
@@ -86,12 +86,14 @@ def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
     plain(callback_list, callbacks, *args, **kwargs)
     listed = callback_list.callbacks
-    for last in [callback for kind in (CommitStateCallback, Run) for callback in listed if isinstance(callback, kind)]:
+    for last in [callback for callback in listed if isinstance(callback, CommitStateCallback)]:
         listed.remove(last)
-        if isinstance(last, Run):
-            listed.insert(0, last.before_others(listed))
         listed.append(last)
-    if Run.current is not None and not any(isinstance(callback, Run) for callback in listed):
+    fit = Run.current
+    if fit is not None and fit.params is None:  # else an evaluation within it
+        join_callbacks(fit, listed, callback_list.params)
+        callback_list._async_train = False
+    elif fit is not None:
         listed.append(_keeping_counts(callback_list.model))
     if _has_ranks():
         guard = TrainingGuard(has_audit=any(isinstance(callback, Audit) for callback in listed))

@@ -37,28 +37,23 @@ def explaining_memory(config: Config) -> Iterator[None]:
         raise OutOfMemoryError(message) from error
 
 
-def in_smaller_pieces(config: Config) -> str:
-    """Flags for the same global batch in halved micro-batches."""
-    pieces = f"--accumulate {2 * config.accumulate}"
-    if not config.global_batch_size:
-        batch_size = config.batch_size or DEFAULT_BATCH_SIZE
-        if batch_size == 1:
-            return "a smaller model, or smaller samples: the batch is one sample already"
-        pieces = f"--batch_size {batch_size // 2} {pieces}"
-    return f"{pieces}, which trains the same global batch in smaller pieces (as a new run: --resume never)"
-
-
 def explain(error: Exception, config: Config) -> str | None:
     text = str(error)
     if isinstance(error, RingtrainError) or not (isinstance(error, MemoryError) or SIGNS.search(text)):
         return None
     is_gpu = bool(ON_GPU.search(text))
     request = REQUEST.search(text)
-    size = f"{config.batch_size or DEFAULT_BATCH_SIZE} samples a rank and micro-batch"
+    batch_size, halved = config.batch_size or DEFAULT_BATCH_SIZE, f"--accumulate {2 * config.accumulate}"
+    size = f"{batch_size} samples a rank and micro-batch"
     if config.global_batch_size:
         size = f"{config.global_batch_size} samples in the global batch"
+    else:
+        halved = f"--batch_size {batch_size // 2} {halved}"
+    smaller = f"{halved}, which trains the same global batch in smaller pieces (as a new run: --resume never)"
+    if batch_size == 1 and not config.global_batch_size:
+        smaller = "a smaller model, or smaller samples: the batch is one sample already"
     on_host = ["fewer ranks on a node", "--cache none or node instead of memory"]
-    remedies = "; ".join([in_smaller_pieces(config), *(["--precision mixed_bfloat16"] if is_gpu else on_host)])
+    remedies = "; ".join([smaller, *(["--precision mixed_bfloat16"] if is_gpu else on_host)])
     return (
         f"out of memory {'on the GPU' if is_gpu else 'on the host'} while it {activity.current()[0].words_of_one}, "
         f"with {size}{f' ({request[0]})' if request else ''}. What helps: {remedies}. `ringtrain doctor --workload "

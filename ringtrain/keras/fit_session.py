@@ -28,7 +28,6 @@ from ringtrain.keras.rank_state import (
     counts_of,
     gather_arrays,
     is_extra,
-    metrics_of,
     own_of,
     scatter_arrays,
     set_counts,
@@ -289,7 +288,7 @@ class FitSession(keras.callbacks.Callback):
         self.check_replicas()
         activity.set_phase(Phase.SAVE, self.step, takes_long=True)
         self._require_finite()
-        own = own_of(self.model) | metrics_of(self.model) | counts_of(self.others)
+        own = own_of(self.model) | counts_of(self.others)
         if self._progress.batches_done and self._steps_of_epoch is None:  # a resume may find no batch left
             logs = self.model._get_metrics_result_or_logs(self._last_logs)
             arrays = {f"logs/{name}": np.asarray(value) for name, value in logs.items()}

@@ -47,10 +47,6 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
     return [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
 
 
-def metrics_of(model: keras.Model) -> Arrays:
-    return {f"metrics/{number}": _plain(v.value) for number, v in enumerate(metric_variables(model))}
-
-
 def add_metrics(model: keras.Model, values: Arrays) -> None:
     for number, variable in enumerate(metric_variables(model) if values else ()):
         saved = values.get(f"metrics/{number}")
@@ -59,7 +55,9 @@ def add_metrics(model: keras.Model, values: Arrays) -> None:
 
 
 def own_of(model: keras.Model) -> Arrays:
-    return {name: _plain(v.value) for name, v in _own_variables(model).items()}
+    """With the metrics."""
+    metrics = {f"metrics/{number}": v for number, v in enumerate(metric_variables(model))}
+    return {name: _plain(v.value) for name, v in (_own_variables(model) | metrics).items()}
 
 
 def set_own(model: keras.Model, values: Arrays) -> None:

@@ -75,7 +75,13 @@ class Log(Action):
         num_steps, seconds, samples_seen = step - self._since_step, self._job.times.lap(), self._samples_seen(step)
         sec_per_step, examples_per_sec = seconds / num_steps, (samples_seen - self._since_samples) / seconds
         self._since_step, self._since_samples = step, samples_seen
-        self._show(step, report, examples_per_sec, sec_per_step)
+        console = self._session.console
+        if console.is_terminal:
+            metrics = [f"{name} {value:.4f}" for name, value in report.metrics.items()]
+            console.progress(step, [f"{examples_per_sec:,.0f} examples/s", *metrics])
+        else:
+            speed = f"{examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch"
+            console.line(f"step {step}, loss = {report.loss:.4g} ({speed})")
         values = {
             "loss": report.loss,
             "data_loss": report.data_loss,
@@ -87,15 +93,6 @@ class Log(Action):
         }
         epoch, times = epoch_after(self._job.plan.order, step), self._job.times.take(num_steps, sec_per_step)
         self._session.log("train", values, step=step, epoch=epoch, samples_seen=samples_seen, **times)
-
-    def _show(self, step: int, report: StepReport, examples_per_sec: float, sec_per_step: float) -> None:
-        console = self._session.console
-        if console.is_terminal:
-            metrics = [f"{name} {value:.4f}" for name, value in report.metrics.items()]
-            console.progress(step, [f"{examples_per_sec:,.0f} examples/s", *metrics])
-            return
-        speed = f"{examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch"
-        console.line(f"step {step}, loss = {report.loss:.4g} ({speed})")
 
     def _samples_seen(self, step: int) -> int:
         job = self._job

@@ -82,10 +82,11 @@ class NonfiniteGuard:
         """Collective."""
         collective = self._job.collective
         gpus = tf.config.get_visible_devices("GPU")
+        total, count = report.local_data_loss, batch.indices.shape[0]
         mine = RankReport(
             node=collective.world.node,
             device=f"GPU {gpus[0].name.rpartition(':')[2]}" if gpus else "its cores",
-            loss=_mean_loss(report.local_data_loss, batch.indices.shape[0]),
+            loss=None if not count else total / count if math.isfinite(total) else str(total),
             samples=find_nonfinite_samples(self._job, batch),
             gradients=self._job.step.find_nonfinite_gradients(batch),
         )
@@ -179,9 +180,3 @@ def _first(words: list[str]) -> list[str]:
 
 def _in_words(loss: float | str | None) -> str:
     return "none" if loss is None else loss if isinstance(loss, str) else f"{loss:.4g}"
-
-
-def _mean_loss(total: float, count: int) -> float | str | None:
-    if not count:
-        return None
-    return total / count if math.isfinite(total) else str(total)

@@ -65,10 +65,10 @@ def find_hang(states: Mapping[int, RankState], nodes: Sequence[str], *, sees_all
 
 def find_long_wait(states: Mapping[int, RankState], nodes: Sequence[str], hang_timeout: float) -> str | None:
     """Warn that no rank progresses, if a long phase permits it."""
-    if not states or min(state.all_still for state in states.values()) < hang_timeout:
+    seconds = min((state.all_still for state in states.values()), default=0.0)
+    if not states or seconds < hang_timeout:
         return None
     limit = find_limit(states)
-    seconds = min(state.all_still for state in states.values())
     return (
         f"no progress for {seconds:.0f} s: {describe(states, nodes)}. A start or a save may take long: the run is "
         f"ended as a hang if nothing moves for another {max(limit - seconds, 0):.0f} s."
@@ -111,12 +111,9 @@ def describe(states: Mapping[int, RankState], nodes: Sequence[str]) -> str:
 def find_awaited(states: Mapping[int, RankState]) -> list[int]:
     """Return missing ranks, else busy ones, else those behind."""
     missing = [rank for rank, state in states.items() if state.is_missing]
-    if missing:
-        return missing
-    if busy := find_busy(states):
-        return busy
     steps = {state.note.step for state in states.values()}
-    return [rank for rank, state in states.items() if len(steps) > 1 and state.note.step == min(steps)]
+    behind = [rank for rank, state in states.items() if len(steps) > 1 and state.note.step == min(steps)]
+    return missing or find_busy(states) or behind
 
 
 def find_busy(states: Mapping[int, RankState]) -> list[int]:

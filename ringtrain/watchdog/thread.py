@@ -180,7 +180,11 @@ class Watchdog:
                     self._find_refined()
                     if self._world.size > 1:
                         self._looks.look()
-                self._tell()
+                mine = self._my_state
+                totals = RankTotals(self._looks.times, self._looks.times_runnable, *activity.step_times())
+                self._totals[self._world.rank] = totals
+                self._star.send({**mine.to_message(), "totals": totals})
+                self._outside.tell(mine.max_silence, mine.note.words_of_one)
                 self._judge(seconds)
             self._star.send({"bye": True})
         except Exception:  # a defect of the watchdog must not end the run
@@ -238,13 +242,6 @@ class Watchdog:
                 self._states[rank] = read_state(message)
                 self._totals[rank] = RankTotals(*map(float, message["totals"]))
                 self._unheard.discard(rank)
-
-    def _tell(self) -> None:
-        mine = self._my_state
-        totals = RankTotals(self._looks.times, self._looks.times_runnable, *activity.step_times())
-        self._totals[self._world.rank] = totals
-        self._star.send({**mine.to_message(), "totals": totals})
-        self._outside.tell(mine.max_silence, mine.note.words_of_one)
 
     def _judge(self, seconds: float) -> None:
         if self._seconds_to_leave is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,18 +18,6 @@ import tensorflow as tf
 from ringtrain.errors import UsageError
 
 DIGITS, BITS = 4, 16
-
-
-class State(NamedTuple):
-    """State after a step, equal on all ranks.
-
-    Attributes:
-        values: per variable, in its dtype.
-        divergent: int64 [], position from 1 of the first variable that differs between ranks; 0: none.
-    """
-
-    values: list[tf.Tensor]
-    divergent: tf.Tensor
 
 
 def is_integer_or_bool(value: tf.Tensor | keras.Variable) -> bool:
@@ -62,7 +50,11 @@ def empty_summands(
     return [*summands, zeros([], tf.float64)] if any(map(is_integer_or_bool, variables)) else summands
 
 
-def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> State:
+def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Return the variables' values, equal on all ranks.
+
+    And int64 [], the position from 1 of the first variable that differs between ranks; 0: none.
+    """
     num_ranks = sums[-1] if any(map(is_integer_or_bool, variables)) else None
     values, divergent = [], tf.constant(0, tf.int64)
     for position, (total, variable) in reversed(list(enumerate(zip(sums, variables, strict=False), start=1))):
@@ -73,7 +65,7 @@ def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) ->
             values.append(_from_digits(digits / num_ranks, variable.dtype))
         else:
             values.append(tf.cast(total, variable.dtype))
-    return State(values[::-1], divergent)
+    return values[::-1], divergent
 
 
 def require_equal_state(divergent: int, variables: Sequence[keras.Variable], step: int) -> None:

@@ -239,14 +239,13 @@ class TrainStep:
         gradients, gradients_finite, scaled_norm, sums, state_sums = reduce(
             forward.gradients, forward.sums + extra_scalars, forward.state
         )
-        state = from_sums(state_sums, forward.structure.state)
+        values, divergent = from_sums(state_sums, forward.structure.state)
         communication_sec = tf.constant(0.0, tf.float64)
         if begin is not None:
             communication_sec = moment_after([sums, *state_sums, *gradients]) - begin
         assert sums is not None
-        looked_at = [sums[:end], *state_sums]  # a metric may be NaN, such as 0 / 0
         is_finite = gradients_finite
-        for each in looked_at:
+        for each in [sums[:end], *state_sums]:  # a metric may be NaN, such as 0 / 0
             is_finite &= tf.reduce_all(tf.math.is_finite(each))
         scale = self.loss_scale.value
         if not self._follows_schedule:  # MultiOptimizer has no rate itself
@@ -261,11 +260,11 @@ class TrainStep:
             else:
                 self.optimizer.apply(unscaled, self.model.trainable_variables)
             self.averages.update(tf.convert_to_tensor(self.optimizer.iterations))
-            for variable, value in zip(forward.structure.state, state.values, strict=True):
+            for variable, value in zip(forward.structure.state, values, strict=True):
                 variable.assign(value)
             return tf.constant(True)
 
-        updated = tf.cond(is_finite & (state.divergent == 0), update, lambda: tf.constant(False))
+        updated = tf.cond(is_finite & (divergent == 0), update, lambda: tf.constant(False))
         self.loss_scale.adapt(is_finite)
         norm = tf.cast(scaled_norm, self._dtype) / tf.cast(scale, self._dtype)
         facts = {
@@ -273,7 +272,7 @@ class TrainStep:
             "gradient_norm": norm,
             "learning_rate": learning_rate,
             "loss_scale": scale,
-            "divergent_state": state.divergent,
+            "divergent_state": divergent,
             "local_data_loss": forward.sums[1],
             "communication_sec": communication_sec,
         }

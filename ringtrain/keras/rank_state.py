@@ -115,24 +115,20 @@ def set_counts(callbacks: Sequence[keras.callbacks.Callback], values: Arrays) ->
         if key in values:
             now = getattr(callback, name)
             setattr(callback, name, type(now)(values[key]) if isinstance(now, int) else float(values[key]))
-    for its, callback in _bringing_back(callbacks):
-        saved = (values.get(f"{CALLBACKS}{its}/{place}") for place in itertools.count())
-        callback.best_weights = list(itertools.takewhile(lambda v: v is not None, saved)) or callback.best_weights
+    for its, callback in _named(callbacks):
+        if isinstance(callback, keras.callbacks.EarlyStopping):
+            saved = (values.get(f"{CALLBACKS}{its}/{place}") for place in itertools.count())
+            callback.best_weights = list(itertools.takewhile(lambda v: v is not None, saved)) or callback.best_weights
 
 
 def best_weights_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
     """Equal on all ranks."""
     return {
         f"{CALLBACKS}{its}/{place}": _plain(weight)
-        for its, callback in _bringing_back(callbacks)
+        for its, callback in _named(callbacks)
+        if isinstance(callback, keras.callbacks.EarlyStopping)
         for place, weight in enumerate(callback.best_weights or ())
     }
-
-
-def _bringing_back(callbacks: Sequence[keras.callbacks.Callback]) -> list[tuple[str, keras.callbacks.EarlyStopping]]:
-    return [
-        (its, callback) for its, callback in _named(callbacks) if isinstance(callback, keras.callbacks.EarlyStopping)
-    ]
 
 
 def _plain(value: Any) -> npt.NDArray[Any]:

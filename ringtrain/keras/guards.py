@@ -74,7 +74,7 @@ class TrainingGuard(keras.callbacks.Callback):
         super().__init__()
         self._has_audit = has_audit
         self._collective: ProcessSetCollective | None = None  # None: this fit is not distributed
-        self._distributed: Distributed | None = None
+        self._exchange: Exchange | None = None
         self._num_batches = 0
         self._num_epochs = 0
 
@@ -84,26 +84,27 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         TrainingGuard.reductions_before = GradientReduction.calls
-        self._distributed = find_distributed(self.model.optimizer)
+        distributed = find_distributed(self.model.optimizer)
+        self._exchange = distributed.exchange if distributed else None
         weights = {id(weight): weight for weight in self.model.trainable_variables}
         TrainingGuard.goes_on = bool(weights.keys() & self.trained_together.keys())
-        if self._distributed is not None:
+        if self._exchange is not None:
             self.trained_together.update(weights)
         self._collective = self._connect()
         if self._collective is not None:
             self._require_same_plan(self._collective)
             require_working_sums(self._collective, own_gpu())
-        if self._distributed is not None:
+        if self._exchange is not None:
             may_sum_natively = self._collective is not None and self._may_sum_natively(self._collective)
-            is_traced_otherwise = self._distributed.exchange.begin_fit(may_sum_natively=may_sum_natively)
+            is_traced_otherwise = self._exchange.begin_fit(may_sum_natively=may_sum_natively)
             if is_traced_otherwise and self.model.train_function is not None:
                 self.model.make_train_function(force=True)
         self._num_epochs = 0
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
         """Decide on native sums, and connect the ranks for the first. Collective."""
-        assert self._distributed is not None
-        why_not = self._distributed.exchange.settings.why_horovod
+        assert self._exchange is not None
+        why_not = self._exchange.settings.why_horovod
         if self.params.get("steps") is None:
             # A rank without any batch would not know the sums to join.
             why_not = "the steps of an epoch are unknown"
@@ -116,8 +117,8 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         TrainingGuard.goes_on = False
-        if self._distributed is not None:
-            self._distributed.exchange.end_fit()
+        if self._exchange is not None:
+            self._exchange.end_fit()
         self._require_same_way_on(is_end=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -127,8 +128,8 @@ class TrainingGuard(keras.callbacks.Callback):
         self._num_batches, TrainingGuard.batches_before = TrainingGuard.batches_before, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._distributed is not None:
-            self._distributed.exchange.begin_batch()
+        if self._exchange is not None:
+            self._exchange.begin_batch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_batches = batch + 1
@@ -137,34 +138,31 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:
-            if self._distributed is None and self.has_reduced():  # in a user's train_step, by a tape
+            if self._exchange is None and self.has_reduced():  # in a user's train_step, by a tape
                 _trained_by_tape.add(self.model)  # only a trace shows it
-            if self._distributed is None and self.model in _trained_by_tape and Exchange.spans_world:
+            if self._exchange is None and self.model in _trained_by_tape and Exchange.spans_world:
                 self._require_same_weights(ProcessSetCollective(), epoch)
             return
-        if self.params.get("steps") is None or self._spans_world():
-            if self._distributed is not None:
-                with activity.meeting():
-                    self._distributed.exchange.join(had_batch=self._num_batches > 0)
+        assert self._exchange is not None
+        spans_world = self._exchange.settings.process_set.process_set_id == 0  # all ranks take part in the join
+        if self.params.get("steps") is None or spans_world:
+            with activity.meeting():
+                self._exchange.join(had_batch=self._num_batches > 0)
             mine = [self._num_batches, first_batches().hashes]
             numbers, hashes = zip(*all_gather_object(self._collective, mine, name="guard_batches"), strict=True)
             _require_equal(numbers, self._collective.ranks, f"numbers of batches in epoch {epoch + 1}", BATCHES_REMEDY)
-            if hvd.rank() == 0 and self._spans_world() and (twice := find_same(hashes)):
+            if hvd.rank() == 0 and spans_world and (twice := find_same(hashes)):
                 warn_of_same(tuple(twice))
         self._require_same_weights(self._collective, epoch)
 
     def _connect(self) -> ProcessSetCollective | None:
-        if self._distributed is None:
+        if self._exchange is None:
             return None
-        process_set = self._distributed.exchange.settings.process_set
+        process_set = self._exchange.settings.process_set
         is_alone = not process_set.included() or process_set.size() == 1
         if is_alone or (self.model.built and not self._shared_weights()):
             return None
         return ProcessSetCollective(process_set=process_set)
-
-    def _spans_world(self) -> bool:
-        """True if all ranks take part in the join."""
-        return self._distributed is not None and self._distributed.exchange.settings.process_set.process_set_id == 0
 
     def _require_same_way_on(self, *, is_end: bool) -> None:
         """Check that all ranks continue, or all stop. Collective, between epochs and at the end."""
@@ -221,7 +219,7 @@ class TrainingGuard(keras.callbacks.Callback):
         return [weight for weight in self.model.trainable_variables if not self._is_local(weight)]
 
     def _is_local(self, weight: keras.Variable) -> bool:
-        return (self._distributed.exchange.is_local if self._distributed else Exchange.is_local_somewhere)(weight)
+        return (self._exchange.is_local if self._exchange else Exchange.is_local_somewhere)(weight)
 
 
 @functools.cache

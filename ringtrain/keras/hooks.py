@@ -2,12 +2,14 @@
 
 - ``Optimizer.apply``, ``MultiOptimizer.apply``: refuse optimizers that are not distributed as a whole. Only ``apply``
   is common to ``fit`` and custom loops.
-- ``LossScaleOptimizer.apply``: ``compile`` wraps it *around* a distributed optimizer; gradients must be reduced before
-  its check for overflow, or ranks would diverge and deadlock.
-- ``Model.make_train_function``: XLA cannot compile the sums; it compiles the rest of a step.
-- ``CallbackList.__init__``: add the guards (``guards.py``); callbacks that save come last.
+- ``LossScaleOptimizer.apply``: ``Trainer.compile`` (``auto_scale_loss``) wraps it *around* a distributed optimizer;
+  gradients must be reduced before its check for overflow, or ranks would diverge and deadlock.
+- ``Model.make_train_function``: with ``jit_compile`` Keras compiles the whole ``one_step_on_data``. XLA cannot compile
+  the sums; it compiles the rest of a step.
+- ``CallbackList.__init__``: add the guards (``guards.py``); callbacks that save come last, also after those that
+  ``_add_default_callbacks`` adds.
 - ``Model.fit``: ``callbacks.Run`` begins before Keras reads the data, and a failed ``fit`` calls no callback.
-- ``TFEpochIterator``, of the private loop over the data: ``EpochIterator`` below.
+- ``TFEpochIterator``, which ``Model.fit`` creates by name: ``EpochIterator`` below.
 """
 
 from __future__ import annotations

@@ -96,7 +96,6 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
         join_callbacks(fit, listed, callback_list.params)
         callback_list._async_train = False
     elif fit is not None:
-        listed[:] = [callback for callback in listed if not isinstance(callback, Run)]
         listed.append(_keeping_counts(callback_list.model))
     if _has_ranks():
         guard = TrainingGuard(has_audit=any(isinstance(callback, Audit) for callback in listed))

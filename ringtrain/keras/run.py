@@ -163,8 +163,9 @@ class Run(keras.callbacks.Callback):
         self._was_used = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Within a ``fit``, its ``FitSession`` is in the place of this callback."""
-        raise UsageError("callbacks.Run is a callback of fit(), after ringtrain.keras.init(). Pass it there.")
+        """Do nothing within a ``fit``: its ``FitSession`` is a callback of its own."""
+        if Run.current is None:
+            raise UsageError("callbacks.Run is a callback of fit(), after ringtrain.keras.init(). Pass it there.")
 
     on_test_begin = on_train_begin
 
@@ -191,7 +192,7 @@ def join_callbacks(fit: FitSession, callbacks: list[keras.callbacks.Callback], p
         on_epoch_end=end_epoch,
         on_train_end=end,
     )
-    callbacks[:] = [first, *(callback for callback in callbacks if not isinstance(callback, Run)), fit]
+    callbacks[:] = [first, *callbacks, fit]
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:

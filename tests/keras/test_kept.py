@@ -436,6 +436,24 @@ def test_a_run_that_keeps_no_fit_is_refused(collective: Collective, directory: s
 
 
 @on_ranks(1)
+def test_a_subclass_of_run_may_have_methods_of_its_own(collective: Collective, directory: str) -> None:
+    seen = []
+
+    class Noting(hvd.callbacks.Run):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            super().on_epoch_end(epoch, logs)
+            seen.append(epoch)
+
+    hvd.init()
+    model, x = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), np.zeros((4, 1))
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    model.fit(x, x, epochs=2, verbose=0, callbacks=[Noting(f"{directory}/run")])
+    assert seen == [0, 1]
+    [end] = events(Path(directory, "run"), "end")
+    assert end["status"] == "completed"
+
+
+@on_ranks(1)
 def test_the_resume_argument_of_a_fit_is_followed(collective: Collective, directory: str) -> None:
     out = Path(directory, "run")
     assert fit(str(out), resume="must", epochs=1).code == 2

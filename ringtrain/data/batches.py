@@ -17,12 +17,11 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Batch, explain_change
-from ringtrain.data.sources import SAME_REMEDY, BadSample, Source, is_fallible
+from ringtrain.data.sources import SAME_REMEDY, BadSample, Source, describe_bad, is_fallible, name_bad
 from ringtrain.errors import DataError
 from ringtrain.messages.log import LOG
 from ringtrain.runtime.world import World
 
-MAX_NAMED = 5
 BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_sample skip."
 FindBad = Callable[[np.ndarray], list[BadSample]]
 
@@ -211,13 +210,6 @@ class CountedBatches(PipelineBatches):
             )
 
 
-def name_bad(numbers: np.ndarray, find_bad: FindBad) -> list[BadSample]:
-    """Describe corrupt samples (int64 [n]); some may be readable by now."""
-    found = {bad.number: bad for bad in (find_bad(numbers) if numbers.size else [])}
-    missing = "it could not be read when its turn came, and can be now"
-    return [found.get(int(number), BadSample(int(number), "of that time", missing)) for number in numbers]
-
-
 def explain_bad(source: Source, order: SampleOrder, world: World, error: Exception, step: int) -> Exception:
     """Convert an error of ``step``, from 0."""
     indices = order.local_batch(step, rank=world.rank, size=world.size).indices
@@ -225,14 +217,6 @@ def explain_bad(source: Source, order: SampleOrder, world: World, error: Excepti
     if bad:
         return DataError(f"{describe_bad(bad)} {BAD_REMEDY}", reach="rank")
     return explain_change(error, step)
-
-
-def describe_bad(samples: list[BadSample]) -> str:
-    named = "; ".join(f"sample {bad.number}, {bad.description}: {bad.reason}" for bad in samples[:MAX_NAMED])
-    more = len(samples) - MAX_NAMED
-    return f"{len(samples)} sample{'s' if len(samples) != 1 else ''} that cannot be read ({named}" + (
-        f"; and {more} more)." if more > 0 else ")."
-    )
 
 
 def _empty(spec: Any, step: int) -> Batch:

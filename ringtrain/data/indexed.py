@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringtrain.data.iterator_state import warn_of_state
-from ringtrain.data.sources import BadSample, Feed, Pass, replay
+from ringtrain.data.sources import BadSample, Feed, GatherAll, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
 
@@ -191,7 +191,7 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-class IndexedSource:
+class IndexedSource(GatherAll):
     def __init__(self, samples: Any) -> None:
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise DataError(
@@ -225,14 +225,6 @@ class IndexedSource:
             for array in map(np.asarray, sample):
                 digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
         return digest.hexdigest()
-
-    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        good, x, y = self.gather_good(indices)
-        import tensorflow as tf
-
-        same = tf.debugging.assert_equal(tf.size(good), tf.size(indices), "samples cannot be read")
-        with tf.control_dependencies([same]):
-            return tf.nest.map_structure(tf.identity, (x, y))
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
         import tensorflow as tf

@@ -17,6 +17,8 @@ from ringtrain.runtime import activity
 if TYPE_CHECKING:
     import tensorflow as tf
 
+MAX_NAMED = 5
+
 
 class Source(Protocol):
     """Indexable (map-style) samples."""
@@ -55,6 +57,39 @@ class FallibleSource(Source, Protocol):
 
     def find_bad(self, indices: Any) -> list[BadSample]:
         """Return the corrupt samples of ``indices`` (integers [n]); outside of graphs."""
+
+
+class GatherAll:
+    """``gather`` of a FallibleSource, by its ``gather_good``."""
+
+    def gather(self: Any, indices: tf.Tensor) -> tuple[Any, Any]:
+        """Fail if samples are corrupt, and name them."""
+        import tensorflow as tf
+
+        good, x, y = self.gather_good(indices)
+        with tf.device("CPU"):
+            is_whole = tf.equal(tf.size(good), tf.size(indices))
+            whole = tf.cond(is_whole, lambda: good, lambda: tf.numpy_function(self._fail, [indices, good], tf.int64))
+        with tf.control_dependencies([whole]):
+            return tf.nest.map_structure(tf.identity, (x, y))
+
+    def _fail(self: Any, indices: np.ndarray, good: np.ndarray) -> np.ndarray:
+        raise DataError(describe_bad(name_bad(np.setdiff1d(indices, good), self.find_bad)))
+
+
+def name_bad(numbers: np.ndarray, find_bad: Callable[[np.ndarray], list[BadSample]]) -> list[BadSample]:
+    """Describe corrupt samples (int64 [n]); some may be readable by now."""
+    found = {bad.number: bad for bad in (find_bad(numbers) if numbers.size else [])}
+    missing = "it could not be read when its turn came, and can be now"
+    return [found.get(int(number), BadSample(int(number), "of that time", missing)) for number in numbers]
+
+
+def describe_bad(samples: list[BadSample]) -> str:
+    named = "; ".join(f"sample {bad.number}, {bad.description}: {bad.reason}" for bad in samples[:MAX_NAMED])
+    more = len(samples) - MAX_NAMED
+    return f"{len(samples)} sample{'s' if len(samples) != 1 else ''} that cannot be read ({named}" + (
+        f"; and {more} more)." if more > 0 else ")."
+    )
 
 
 def is_fallible(source: Source) -> TypeGuard[FallibleSource]:

@@ -13,10 +13,9 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.collectives.context import alone
-from ringtrain.data.batches import describe_bad
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
-from ringtrain.data.sources import is_fallible
+from ringtrain.data.sources import describe_bad, is_fallible
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.files.bounded import make_directory
 from ringtrain.guard.replicas import ReplicaGuard, require_finite_values

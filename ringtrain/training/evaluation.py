@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, run_on_rank0
-from ringtrain.data.batches import Batches, PipelineBatches, explain_bad, name_bad
+from ringtrain.data.batches import Batches, PipelineBatches, explain_bad
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
-from ringtrain.data.sources import BadSample, Source, is_fallible
+from ringtrain.data.sources import BadSample, Source, is_fallible, name_bad
 from ringtrain.errors import DataError
 from ringtrain.guard.labels import find_labels
 from ringtrain.runtime import activity

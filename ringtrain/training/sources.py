@@ -7,10 +7,10 @@ from typing import Any, SupportsIndex
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import Config
-from ringtrain.data.batches import BAD_REMEDY, describe_bad
+from ringtrain.data.batches import BAD_REMEDY
 from ringtrain.data.cache import with_cache
 from ringtrain.data.contents import Contents
-from ringtrain.data.sources import Feed, Source
+from ringtrain.data.sources import Feed, Source, describe_bad
 from ringtrain.errors import DataError, UsageError
 from ringtrain.guard.preflight import require_same_sources
 from ringtrain.messages.defects import describe_defect

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.graph_code import graph_code
-from ringtrain.data.sources import FallibleSource
+from ringtrain.data.sources import FallibleSource, GatherAll
 from ringtrain.errors import DataError
 
 
@@ -39,7 +39,7 @@ def find_layout(source: FallibleSource) -> Layout:
     return Layout(source.num_samples, tensors, structure)
 
 
-class CachedSource:
+class CachedSource(GatherAll):
     """Decodes missing samples, and stores them if the arrays are writable."""
 
     def __init__(
@@ -53,45 +53,33 @@ class CachedSource:
         self._is_kept, self._has_all = is_kept, bool(is_kept.all())
         self._is_writable = all(array.flags.writeable for array in arrays)
 
-    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        if self._is_writable:
-            indices = self._keep(indices, lambda missing: (missing, *self._source.gather(missing)))
-        if self._is_writable or self._has_all:
-            return self._read(indices)
-        with tf.device("CPU"):
-            has_all = tf.equal(tf.size(self._missing(indices)), 0)
-            return tf.cond(has_all, lambda: self._read(indices), lambda: self._source.gather(indices))
-
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
         if self._is_writable:
-            indices = self._keep(indices, self._source.gather_good)
-        if not self._has_all:
+            indices = self._keep(indices)
+        elif not self._has_all:
             indices = _choose(lambda places: places[self._is_kept[places]], indices)
         return (indices, *self._read(indices))
 
     def find_bad(self, indices: Iterable[int]) -> list[Any]:
         return self._source.find_bad([index for index in map(int, indices) if not self._is_kept[index]])
 
-    def _keep(self, indices: tf.Tensor, gather: Any) -> tf.Tensor:
+    def _keep(self, indices: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU"):
-            missing = self._missing(indices)
+            missing = _choose(lambda places: places[~self._is_kept[places]], indices)
 
             def decode() -> tf.Tensor:
-                found, x, y = gather(missing)
+                found, x, y = self._source.gather_good(missing)
                 return tf.numpy_function(self._store, [indices, found, *tf.nest.flatten((x, y))], tf.int64)
 
             kept = tf.cond(tf.size(missing) > 0, decode, lambda: tf.identity(indices))
             kept.set_shape([None])
             return kept
 
-    def _missing(self, indices: tf.Tensor) -> tf.Tensor:
-        return _choose(lambda places: places[~self._is_kept[places]], indices)
-
     def _store(self, indices: np.ndarray, found: np.ndarray, *values: np.ndarray) -> np.ndarray:
         for array, value in zip(self._arrays, values, strict=True):
             array[found] = value
         self._is_kept[found] = True
-        return indices
+        return indices[self._is_kept[indices]]
 
     def _read(self, indices: tf.Tensor) -> Any:
         """Use NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory."""

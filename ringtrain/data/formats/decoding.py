@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -17,20 +18,17 @@ def decode_batch(
     indices: tf.Tensor,
     *,
     image_shape: tuple[int, int, int],
-    skips_bad: bool,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decode images [n]; return their numbers [m] and uint8 [m, h, w, c], in order.
+    """Decode images [n]; return the numbers [m] of those that can be decoded and uint8 [m, h, w, c], in order.
 
     Unlike tf.map_fn, a dataset can skip corrupt images, and is faster for small ones.
     """
     decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
         graph_code(lambda index, image: (index, decode(image))), num_parallel_calls=PARALLEL_DECODES, deterministic=True
     )
-    if skips_bad:
-        decoded = decoded.ignore_errors()
     # An extra element, removed again: an empty batch has no shape.
     last = tf.data.Dataset.from_tensors((tf.constant(-1, tf.int64), tf.zeros(image_shape, tf.uint8)))
-    batch = decoded.concatenate(last).batch(tf.size(indices, tf.int64) + 1)
+    batch = decoded.ignore_errors().concatenate(last).batch(tf.size(indices, tf.int64) + 1)
     found, images = (tensor[:-1] for tensor in batch.get_single_element())
     return found, images
 
@@ -51,3 +49,9 @@ def resize_middle(image: tf.Tensor, size: int) -> tf.Tensor:
     square = image[top : top + side, left : left + side]
     resized = tf.image.resize(square, (size, size), method="bilinear", antialias=True)
     return tf.cast(tf.clip_by_value(tf.round(resized), 0, 255), tf.uint8)
+
+
+def reason_of(error: Exception) -> str:
+    """Remove operation names from TensorFlow's message."""
+    message = error.message if hasattr(error, "message") else str(error)
+    return re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*", "", message.splitlines()[0])

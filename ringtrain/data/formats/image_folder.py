@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import tensorflow as tf
 
 from ringtrain.data.formats import file_error, reading
-from ringtrain.data.formats.decoding import decode_batch, decode_image
+from ringtrain.data.formats.decoding import decode_batch, decode_image, reason_of
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
-from ringtrain.data.sources import BadSample
+from ringtrain.data.sources import BadSample, GatherAll
 from ringtrain.runtime import activity
 
 TRAIN_FOLDER = "train"
@@ -32,7 +31,7 @@ Channels = Literal[1, 3]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ImageFolderSource:
+class ImageFolderSource(GatherAll):
     """Images uint8 [n, h, w, c] and classes int64 [n], from ``load_image_folder``."""
 
     paths: tf.Tensor  # string [num_samples]
@@ -49,20 +48,10 @@ class ImageFolderSource:
     def num_classes(self) -> int:
         return len(self.class_names)
 
-    def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Fail if a sample is corrupt; see ``find_bad``."""
-        _, x, y = self._collect(indices, skips_bad=False)
-        return x, y
-
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        return self._collect(indices, skips_bad=True)
-
-    def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         with tf.device("CPU"):
             paths = tf.gather(self.paths, indices)
-            found, images = decode_batch(
-                self._decode, paths, indices, image_shape=self.image_shape, skips_bad=skips_bad
-            )
+            found, images = decode_batch(self._decode, paths, indices, image_shape=self.image_shape)
             return found, images, tf.gather(self.labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
@@ -73,7 +62,7 @@ class ImageFolderSource:
                 try:
                     self._decode(path)
                 except (tf.errors.OpError, ValueError) as error:  # ValueError: another shape
-                    found.append(BadSample(index, path.numpy().decode(errors="replace"), _reason_of(error)))
+                    found.append(BadSample(index, path.numpy().decode(errors="replace"), reason_of(error)))
         return found
 
     def _decode(self, path: tf.Tensor) -> tf.Tensor:
@@ -260,9 +249,3 @@ def _common_shape(
                 "with --options.image_size."
             )
     return (first.height, first.width, channels)
-
-
-def _reason_of(error: Exception) -> str:
-    """Remove operation names from TensorFlow's message."""
-    message = error.message if hasattr(error, "message") else str(error)
-    return re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*", "", message.splitlines()[0])

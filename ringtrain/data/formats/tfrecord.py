@@ -6,6 +6,7 @@ A record is a ``tf.train.Example`` with ``image/encoded`` (JPEG or PNG), or ``im
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -18,10 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.formats import file_error
-from ringtrain.data.formats.decoding import decode_batch, decode_image, resize_middle
+from ringtrain.data.formats.decoding import decode_batch, decode_image, reason_of, resize_middle
 from ringtrain.data.formats.image_folder import EVALUATION_FOLDERS, TRAIN_FOLDER, Channels
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
-from ringtrain.data.sources import BadSample
+from ringtrain.data.sources import BadSample, GatherAll
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
 from ringtrain.files.bounded import read_bounded
@@ -161,7 +162,7 @@ def _shape_text(entry: np.void) -> str:
     return f"{entry['height']}x{entry['width']} with {entry['channels']} channels ({kind})"
 
 
-class TFRecordSource:
+class TFRecordSource(GatherAll):
     """Images uint8 [n, h, w, c] and labels int64 [n], from ``load_tfrecords``."""
 
     def __init__(
@@ -183,52 +184,34 @@ class TFRecordSource:
         self._labels = np.asarray(index.entries["label"], np.int64)
         self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
 
-    def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Fail if a sample is damaged; see ``find_bad``."""
-        _, x, y = self._collect(indices, skips_bad=False)
-        return x, y
-
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        return self._collect(indices, skips_bad=True)
-
-    def _collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        read = functools.partial(self._read, skips_bad=skips_bad)  # AutoGraph would convert a nested function
         with tf.device("CPU"):
-            records, is_whole = tf.numpy_function(read, [indices], (tf.string, tf.bool))
+            records, indices = tf.numpy_function(self._read, [indices], (tf.string, tf.int64))
             records.set_shape([None])
-            is_whole.set_shape([None])
-            if skips_bad:
-                records, indices = records[is_whole], indices[is_whole]
-            found, images = self._decode(records, indices, skips_bad=skips_bad)
-            found = found if skips_bad else indices  # static shape
+            indices.set_shape([None])
+            found, images = self._decode(records, indices)
             return found, images, tf.gather(self._labels, found)
 
     def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
         found = []
         for index in map(int, indices):
             try:
-                record = tf.constant([self._read_record(index)])
                 with tf.device("CPU"):
-                    self._decode(record, tf.constant([index], tf.int64), skips_bad=False)
-            except (DataError, tf.errors.OpError) as error:
-                reason = f"cannot be decoded: {error.message}" if isinstance(error, tf.errors.OpError) else str(error)
+                    self._decode_one(self._stored_in(tf.constant([self._read_record(index)]))[0])
+            except (DataError, ValueError, tf.errors.OpError) as error:  # ValueError: another shape
+                reason = str(error) if isinstance(error, DataError) else f"cannot be decoded: {reason_of(error)}"
                 found.append(BadSample(index, self._index.describe(index), reason))
         return found
 
     # --- Reading, on the host ---
 
-    def _read(self, indices: np.ndarray, *, skips_bad: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return records and mask, [n] each; corrupt records are empty, or raise."""
-        records = np.full(len(indices), b"", object)
-        is_whole = np.zeros(len(indices), bool)
+    def _read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the records that are not corrupt, and their indices, [m] each."""
+        records: dict[int, bytes] = {}
         for place, index in enumerate(indices):
-            try:
+            with contextlib.suppress(DataError):
                 records[place] = self._read_record(int(index))
-                is_whole[place] = True
-            except DataError:
-                if not skips_bad:
-                    raise
-        return records, is_whole
+        return np.array([*records.values()], object), indices[[*records]]
 
     def _read_record(self, index: int) -> bytes:
         entry, where = self._index.entries[index], self._index.describe
@@ -251,13 +234,16 @@ class TFRecordSource:
 
     # --- Decoding, in the graph ---
 
-    def _decode(self, records: tf.Tensor, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return indices and uint8 [n, h, w, c]; corrupt ones fail or are skipped."""
+    def _stored_in(self, records: tf.Tensor) -> tf.Tensor:
         name = "image/raw" if self._is_raw else "image/encoded"
-        stored = tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.string)})[name]
+        return tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.string)})[name]
+
+    def _decode(self, records: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the indices of images that can be decoded, and uint8 [n, h, w, c]."""
+        stored = self._stored_in(records)
         if self._is_raw and self._stored_shape == self.image_shape:
             return indices, tf.reshape(tf.io.decode_raw(stored, tf.uint8), [-1, *self.image_shape])
-        return decode_batch(self._decode_one, stored, indices, image_shape=self.image_shape, skips_bad=skips_bad)
+        return decode_batch(self._decode_one, stored, indices, image_shape=self.image_shape)
 
     def _decode_one(self, stored: tf.Tensor) -> tf.Tensor:
         """[h, w, c]."""

@@ -9,6 +9,7 @@ import shutil
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from ringtrain.errors import RingtrainError, UsageError
@@ -48,6 +49,7 @@ examples:
 Each command's options: {PROGRAM} slurm COMMAND --help
 """
 MANY = "may be given several times"
+OPTIONS = {each.name: each for each in fields(JobRequest) if each.metadata}
 TRAIN_HELP = "python -m ringtrain train --help"
 
 
@@ -142,7 +144,6 @@ def status(arguments: Sequence[str]) -> int:
 
 
 def create_request_parser(command: str, description: str) -> Parser:
-    default = JobRequest.__dataclass_fields__
     parser = Parser(
         f"{PROGRAM} slurm {command}",
         usage="%(prog)s --nodes M [OPTIONS] -- FLAGS",
@@ -151,43 +152,20 @@ def create_request_parser(command: str, description: str) -> Parser:
         "      --cpus_per_rank 8 --time 12:00:00 -- --workload cifar10",
     )
     add = parser.add_argument
-    add("--nodes", type=int, metavar="N", required=True, help="nodes of the job")
-    add("--spare_nodes", type=int, metavar="N", help="more nodes, each to replace a lost one (default: 0)")
-    add("--gpus_per_node", type=int, metavar="N", help="GPUs of each node, one for each rank")
-    add("--ranks_per_node", type=int, metavar="N", help="ranks on each node (default: as many as GPUs)")
-    add("--cpus_per_rank", type=int, metavar="N", help="cores of each rank, to compute or to feed its GPU (default: 1)")
-    add("--time", help="time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00 (default: the partition's)")
-    for name in ("partition", "account", "qos", "constraint"):
-        add(f"--{name}", help="as sbatch's")
-    add("--mem", help="memory of each node, such as 64G (default: the partition's)")
-    add("--job_name", help=f"(default: {default['job_name'].default})")
-    # % escaped for argparse
-    add(
-        "--output",
-        help="file of all that the job prints (default: %%x-%%j.out, its name and number; %%x-%%A_%%a.out of an array)",
-    )
+    for name, each in OPTIONS.items():
+        kind = int if each.metadata["metavar"] == "N" else str
+        add(f"--{name}", type=kind, required=each.default is MISSING, **each.metadata)
     add("--array", metavar="FILE|SETTINGS", help="a run for each combination of settings, or of each line of a file")
-    add("--array_limit", type=int, metavar="N", help="runs of the array at a time (default: as many as fit)")
     add("--mpi", default="auto", help="pmix, pmi2, horovodrun, or auto: the best of srun --mpi=list (default: auto)")
-    add("--signal_seconds", type=int, metavar="N", help="seconds before the time limit to save and stop (default: 120)")
-    add(
-        "--max_restarts", type=int, metavar="N", help="restarts after a failure without a newer checkpoint (default: 3)"
-    )
-    add("--max_requeues", type=int, metavar="N", help="how often the job may be started again at all (default: 20)")
     add("--no_requeue", action="store_true", help="never start it again, except on spare nodes")
     add("--module", action="append", metavar="NAME", help=f"module to load; {MANY}")
-    add("--conda", metavar="ENV", help="conda environment to activate")
-    add("--venv", metavar="PATH", help="virtual environment to activate")
     add("--env", action="append", metavar="NAME=VALUE", help=f"variable to set; {MANY}")
-    add("--python", help="the interpreter (default: python, of the environment)")
     return parser
 
 
 def read_request(options: Namespace, flags: Sequence[str], *, max_members: int | None = None) -> JobRequest:
     check_flags(flags)
-    values = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("to", "no_requeue", "module", "env", "mpi", "array"):
-        values.pop(name, None)
+    values = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
     if options.array is not None:
         values = {"output": "%x-%A_%a.out"} | values
         values["members"] = check_members(options.array, flags, max_members)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
+from typing import Any
 
 from ringtrain.errors import UsageError
 from ringtrain.runtime.srun import HOROVODRUN
@@ -21,36 +22,46 @@ MAX_SIGNAL_SECONDS = 65535
 MAX_NUMBER = 200_000  # beyond any cluster
 
 
+def option(default: Any, text: str, metavar: str | None = None) -> Any:
+    """A field that is also an option of the command line; ``text``: its help."""
+    return field(default=default, metadata={"metavar": metavar, "help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A ringtrain run as a Slurm job (see ``launch slurm render --help``). Checks raise ``UsageError``."""
+    """A ringtrain run as a Slurm job. Checks raise ``UsageError``."""
 
-    nodes: int
-    spare_nodes: int = 0
-    gpus_per_node: int | None = None  # None or 0: train on CPUs
-    ranks_per_node: int | None = None
-    cpus_per_rank: int = 1
+    nodes: int = option(MISSING, "nodes of the job", "N")
+    spare_nodes: int = option(0, "more nodes, each to replace a lost one (default: 0)", "N")
+    gpus_per_node: int | None = option(None, "GPUs of each node, one for each rank", "N")  # None or 0: train on CPUs
+    ranks_per_node: int | None = option(None, "ranks on each node (default: as many as GPUs)", "N")
+    cpus_per_rank: int = option(1, "cores of each rank, to compute or to feed its GPU (default: 1)", "N")
+    time: str | None = option(
+        None, "time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00 (default: the partition's)"
+    )
+    partition: str | None = option(None, "as sbatch's")
+    account: str | None = option(None, "as sbatch's")
+    qos: str | None = option(None, "as sbatch's")
+    constraint: str | None = option(None, "as sbatch's")
+    mem: str | None = option(None, "memory of each node, such as 64G (default: the partition's)")
+    job_name: str = option("ringtrain", "(default: ringtrain)")
+    output: str = option(  # % escaped for argparse
+        "%x-%j.out",
+        "file of all that the job prints (default: %%x-%%j.out, its name and number; %%x-%%A_%%a.out of an array)",
+    )
+    array_limit: int | None = option(None, "runs of the array at a time (default: as many as fit)", "N")
+    signal_seconds: int = option(120, "seconds before the time limit to save and stop (default: 120)", "N")
+    max_restarts: int = option(3, "restarts after a failure without a newer checkpoint (default: 3)", "N")
+    max_requeues: int = option(20, "how often the job may be started again at all (default: 20)", "N")
+    conda: str | None = option(None, "conda environment to activate", "ENV")
+    venv: str | None = option(None, "virtual environment to activate", "PATH")
+    python: str = option("python", "the interpreter (default: python, of the environment)")
     mpi: str = "pmix"
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    mem: str | None = None
-    job_name: str = "ringtrain"
-    output: str = "%x-%j.out"
-    signal_seconds: int = 120
-    max_restarts: int = 3  # after failures without a newer checkpoint
-    max_requeues: int = 20
     can_requeue: bool = True  # by ringtrain or by Slurm
     modules: tuple[str, ...] = ()
-    conda: str | None = None
-    venv: str | None = None
     env: tuple[tuple[str, str], ...] = ()
-    python: str = "python"
     flags: tuple[str, ...] = ()  # or a script and its arguments
     members: tuple[tuple[str, ...], ...] = ()  # further flags of each member of a job array
-    array_limit: int | None = None  # members that run at a time
 
     def __post_init__(self) -> None:
         self._check_shape()

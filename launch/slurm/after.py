@@ -22,7 +22,7 @@ from ringtrain.runtime.run_record import DIRECTORY_VARIABLE, EndRecord, StartRec
 from .. import PROGRAM
 from ..decision import is_final
 from ..lines import print_line
-from .controller import describe_job, find_lost_nodes, requeue, submit, without_job
+from .controller import ask, find_lost_nodes, submit, without_job
 
 # Restarts under earlier job numbers, at sites that refuse to requeue.
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
@@ -144,20 +144,12 @@ def why_not_again(ended: Ended) -> str | None:
         return (
             f"Not started again: {ended.restarts} restarts are behind it, and --max_requeues is {ended.max_requeues}."
         )
-    return why_not_resumed(ended) if ended.has_saved else why_not_restarted(ended)
-
-
-def why_not_resumed(ended: Ended) -> str | None:
-    if ended.restarts and not ended.has_newer_checkpoint:
+    if ended.has_saved and ended.restarts and not ended.has_newer_checkpoint:
         return (
             f"Not started again: this restart has got no further than step {ended.first_step}, where it began, and the "
             "next one would not either. Ask for more --time, or look above for what took it."
         )
-    return None
-
-
-def why_not_restarted(ended: Ended) -> str | None:
-    if ended.run is None and ended.end is None:
+    if ended.run is None and end is None:
         return "Not started again: no run directory was opened, so that there is nothing to resume."
     if ended.failures_since_checkpoint > ended.max_restarts:
         return (
@@ -199,14 +191,14 @@ def describe_status(status: int) -> str:
         return f"exit code {status}"
 
 
-def read_state(description: str | None, *, restarts: int) -> JobState | None:
-    """Parse ``scontrol show job``.
+def read_state(description: str, *, restarts: int) -> JobState | None:
+    """Parse ``scontrol show job``; None for anything else.
 
     A COMPLETING job can still be requeued. Reason TimeLimit: no user cancelled. After a lost node this script may
     overlap the job's next start; the restart count then exceeds ``restarts``.
     """
-    state = STATE_LINE.search(description or "")
-    counted = RESTARTS_LINE.search(description or "")
+    state = STATE_LINE.search(description)
+    counted = RESTARTS_LINE.search(description)
     if state is None or counted is None:
         return None
     if int(counted[1]) > restarts:
@@ -254,7 +246,8 @@ def follow_up(
         )
     directory = Path(told)
     ended = look(directory, status=status, max_requeues=max_requeues, max_restarts=max_restarts)
-    if len(lost_nodes) < spare_nodes and may_have_lost_node(ended):
+    may_replace = not ended.has_saved and why_not_again(replace(ended, lost_nodes=["any"])) is None
+    if len(lost_nodes) < spare_nodes and may_replace:
         lost = wait_for_lost_nodes(lost_nodes)
         ended = replace(ended, lost_nodes=lost if len(lost) <= spare_nodes else ())
     print_line(conclude(ended))
@@ -267,11 +260,6 @@ def follow_up(
         for start in (first, *directory.parent.glob(f"{first.name}.*")):
             forget(start)
     return ended.exit_code
-
-
-def may_have_lost_node(ended: Ended) -> bool:
-    would_start_again = why_not_again(replace(ended, lost_nodes=["any"])) is None
-    return would_start_again and not ended.has_saved
 
 
 def wait_for_lost_nodes(known: Sequence[str]) -> Sequence[str]:
@@ -328,7 +316,7 @@ def look(told: Path, *, status: int, max_requeues: int, max_restarts: int) -> En
 
 
 def ask_state() -> JobState | None:
-    return read_state(describe_job(name_job()), restarts=count_requeues())
+    return read_state(ask(["scontrol", "show", "job", name_job()]).text, restarts=count_requeues())
 
 
 def name_job() -> str:
@@ -361,13 +349,11 @@ def start_again(job: str, script: Path, ended: Ended, *, told: Path) -> None:
     failures = ended.failures_since_checkpoint
     next_start = told.with_name(f"{job}-{count_requeues() + 1}")
     write_failures(next_start, failures)  # first: the requeue ends this program
-    refusal = requeue(name_job())
-    if refusal is None:
-        return
-    if ask_state():
-        return  # requeued, but the answer was lost: a second job would train the same run
+    requeue = ask(["scontrol", "requeue", name_job()])
+    if requeue.is_good or ask_state():
+        return  # if the answer was lost: a second job would train the same run
     forget(next_start)
-    print_line(f"scontrol does not requeue job {job}: {refusal}. Submitting its script again.")
+    print_line(f"scontrol does not requeue job {job}: {requeue.text}. Submitting its script again.")
     environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(ended.restarts + 1)}
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     array = [f"--array={task}"] if task else []

@@ -20,17 +20,6 @@ class Answer(NamedTuple):
     text: str  # output or reason
 
 
-def describe_job(job: str) -> str | None:
-    answer = ask(["scontrol", "show", "job", job])
-    return answer.text if answer.is_good else None
-
-
-def requeue(job: str) -> str | None:
-    """Return the reason if refused."""
-    answer = ask(["scontrol", "requeue", job])
-    return None if answer.is_good else answer.text
-
-
 def find_max_array_size() -> int | None:
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask(["scontrol", "show", "config"]).text, re.MULTILINE)
     return int(found[1]) if found else None
@@ -45,12 +34,8 @@ def find_lost_nodes(nodes: str) -> list[str]:
 def submit(*options: str, text: str = "", environ: Mapping[str, str] | None = None) -> Answer:
     """Submit ``text`` or a file; return the job number, or the reason if refused."""
     answer = ask(["sbatch", "--parsable", *options], environ, text)
-    return answer._replace(text=read_job_number(answer.text)) if answer.is_good else answer
-
-
-def read_job_number(text: str) -> str:
-    """Parse ``NUMBER`` or ``NUMBER;CLUSTER``, after any notices."""
-    return text.split("\n")[-1].partition(";")[0]
+    # NUMBER or NUMBER;CLUSTER, after any notices
+    return answer._replace(text=answer.text.split("\n")[-1].partition(";")[0]) if answer.is_good else answer
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:

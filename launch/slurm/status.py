@@ -100,7 +100,7 @@ def draw(directory: Path) -> Group:
 
 def list_rows(directory: Path, jobs: Sequence[Job]) -> Iterator[list[str]]:
     shown = set()
-    for path in find_runs(directory):
+    for path in sorted(file.parent for place in PLACES for file in directory.glob(place + CONFIG_FILE)):
         run = read_run(path, str(path.relative_to(directory)) if path != directory else path.name)
         job = next((job for job in jobs if run.holder and job.number == run.holder.job), None)
         shown.add(job)
@@ -108,10 +108,6 @@ def list_rows(directory: Path, jobs: Sequence[Job]) -> Iterator[list[str]]:
     for job in jobs:
         if job not in shown and Path(job.directory) == Path.cwd():
             yield Run(name=job.name).row(job)
-
-
-def find_runs(directory: Path) -> list[Path]:
-    return sorted(file.parent for place in PLACES for file in directory.glob(place + CONFIG_FILE))
 
 
 def read_run(path: Path, name: str) -> Run:

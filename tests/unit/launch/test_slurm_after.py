@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -165,10 +166,9 @@ def describe(state: str, reason: str = "None", restarts: int = 0, name: str = "a
         (describe("RUNNING", restarts=1), JobState.STARTED_AGAIN),
         (describe("PENDING", "BeginTime", restarts=1), JobState.STARTED_AGAIN),
         ("", None),
-        (None, None),
     ],
 )
-def test_a_job_s_state_is_read_from_scontrol(description: str | None, state: JobState | None) -> None:
+def test_a_job_s_state_is_read_from_scontrol(description: str, state: JobState | None) -> None:
     assert read_state(description, restarts=0) is state
 
 
@@ -227,6 +227,7 @@ def test_restarts_count_under_all_numbers_of_a_job() -> None:
 
 
 SHOW = [b"show", b"job", b"7"]
+REQUEUE = ["scontrol", "requeue", "7"]
 
 
 def set_scontrol(site: Site, requeue: str = "", *, state: str = "RUNNING", restarts: int = 0) -> None:
@@ -437,10 +438,10 @@ def test_a_controller_that_is_away_is_asked_again(site: Site, monkeypatch: pytes
     monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(site.programs))
     site.set("scontrol", 'mkdir "$CALLS/came" || exit 0; echo "error: Unable to contact slurm controller" >&2; exit 1')
-    assert controller.requeue("7") is None
+    assert controller.ask(REQUEUE).is_good
     assert len(site.calls("scontrol")) == 2
     site.set("scontrol", 'echo "error: Unable to contact slurm controller" >&2; exit 1')
-    assert controller.requeue("7") == "error: Unable to contact slurm controller"
+    assert controller.ask(REQUEUE) == (False, "error: Unable to contact slurm controller")
     assert len(site.calls("scontrol")) == 5
 
 
@@ -448,14 +449,14 @@ def test_a_refusal_is_taken_at_once(site: Site, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(site.programs))
     site.set("scontrol", 'echo "no" >&2; exit 1')
-    assert controller.requeue("7") == "no"
+    assert controller.ask(REQUEUE) == (False, "no")
     assert len(site.calls("scontrol")) == 1
     monkeypatch.setattr(controller, "ANSWER_SECONDS", 0.05)
     site.set("scontrol", "exec sleep 60")
-    assert "did not answer" in (controller.requeue("7") or "")
+    assert "did not answer" in controller.ask(REQUEUE).text
     (site.programs / "scontrol").unlink()
     monkeypatch.setenv("PATH", str(site.programs))
-    assert "scontrol is not on PATH" in (controller.requeue("7") or "")
+    assert "scontrol is not on PATH" in controller.ask(REQUEUE).text
 
 
 def test_an_array_larger_than_the_site_allows_is_not_submitted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,8 +471,11 @@ def test_an_array_larger_than_the_site_allows_is_not_submitted(site: Site, monke
 
 
 @pytest.mark.parametrize("text", ["12", "12;cluster", "a notice of the site\n12"])
-def test_the_job_number_is_read_from_sbatch_s_output(text: str) -> None:
-    assert controller.read_job_number(text) == "12"
+def test_the_job_number_is_read_from_sbatch_s_output(text: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(site.programs))
+    site.set("sbatch", f"echo {shlex.quote(text)}")
+    assert controller.submit() == (True, "12")
 
 
 def test_submit_prints_how_to_manage_the_job(

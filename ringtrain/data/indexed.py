@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-import json
 import multiprocessing
 import sys
 import time
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.iterator_state import warn_of_state
-from ringtrain.data.sources import BadSample, Feed, GatherAll, Pass, replay
+from ringtrain.data.sources import BadSample, Feed, GatherAll, Pass
+from ringtrain.data.tf_data import feed_of
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 READERS = 8  # threads for reading and decoding
 QUICK_SECONDS, MAX_SLOW = 1e-4, 3  # a single slow sample may be an interruption
 BATCHES_IN_THREADS = 100  # then measured again: files may be cached by now
-AS_JSON, AS_BYTES = b"j", b"b"  # prefixes of iterator states
 MAX_SAMPLES = 2**53  # Grain reports infinite datasets as the largest integer
 
 
@@ -55,40 +53,8 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
             arrays.
     """
     if not hasattr(samples, "__getitem__") and callable(samples):
-        return _from_function(samples, steps_per_epoch)
+        return feed_of(samples, lambda made: read_length(made) if hasattr(made, "__len__") else None, steps_per_epoch)
     return IndexedSource(samples)
-
-
-def _from_function(make: Callable[[Pass], Any], steps_per_epoch: int | None) -> Feed:
-    iterator: Any = None  # the latest
-
-    def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[Any]:
-        nonlocal iterator
-        iterator = iter(make(of))
-        if not state:
-            return replay(iterator, skip)
-        try:
-            iterator.set_state(state[1:] if state.startswith(AS_BYTES) else json.loads(state[1:]))
-        except Exception as error:  # for instance a DataLoader whose source has no __repr__
-            warn_of_state(error)
-            iterator = iter(make(of))
-            return replay(iterator, skip)
-        return iter(iterator)
-
-    def read_state() -> bytes:
-        if not hasattr(iterator, "get_state"):
-            return b""
-        try:
-            state = iterator.get_state()  # a dict for datasets, bytes for DataLoaders
-            return AS_BYTES + state if isinstance(state, bytes) else AS_JSON + json.dumps(state).encode()
-        except Exception:  # optional: the state only saves time
-            return b""
-
-    def count(of: Pass) -> int | None:
-        made = make(of)
-        return read_length(made) if hasattr(made, "__len__") else None
-
-    return Feed(open_pass, steps_per_epoch, count, read_state=read_state)
 
 
 def from_pydataset(make: Callable[[Pass], Any]) -> Feed:

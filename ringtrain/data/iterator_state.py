@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
 from ringtrain.data.sources import Feed
-from ringtrain.messages.defects import describe_defect
 
 MAX_STATE_BYTES = 4 * 2**20  # of all ranks; large shuffle buffers are refilled instead
 EVERY_STEPS = 50
@@ -13,14 +10,6 @@ MOST_READ_AHEAD = 16  # by a pipeline that tunes itself; rarely more
 NUM_KEPT = 3  # pipelines run a few batches ahead of training
 IteratorState = tuple[int, bytes]  # step, and the pipeline's state before it
 NO_STATE: IteratorState = (0, b"")
-
-
-def warn_of_state(error: Exception) -> None:
-    logging.getLogger("ringtrain").warning(
-        "ringtrain: the pipeline cannot resume from where the checkpoint says that it was, and makes its samples once "
-        "more up to there: %s",
-        describe_defect(error),
-    )
 
 
 class IteratorStates:

@@ -1,8 +1,11 @@
-"""User-defined tf.data pipelines as streams."""
+"""User-defined tf.data pipelines as streams, and the states of their iterators and of Grain's."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.iterator_state import MAX_STATE_BYTES, MOST_READ_AHEAD, warn_of_state
+from ringtrain.data.iterator_state import MAX_STATE_BYTES, MOST_READ_AHEAD
 from ringtrain.data.sources import Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 TUNED_AHEAD = 2  # minimum of a self-tuning prefetch
-TUNED, UNTUNED = b"t", b"u"  # prefix of a state: autotune thread or none
+# Prefixes of states: of tf.data with and without autotune thread, and what Grain gives.
+TUNED, UNTUNED, AS_JSON, AS_BYTES = b"t", b"u", b"j", b"b"
 FAILS_IF_STATEFUL = 2  # tf.data's policy: no state for pipelines with stateful operations
 
 
@@ -28,23 +32,18 @@ class Current:
         self._iterator: Any = None
         self._is_short = False
 
-    def open(
-        self, make: Callable[[], tf.data.Dataset], skip: int, state: bytes, *, begins_anew: bool = True
-    ) -> Iterator[Any]:
+    def open(self, make: Callable[[], Any], skip: int, state: bytes, *, begins_anew: bool = True) -> Iterator[Any]:
         """Restore the state, or reread; ``begins_anew``: in the same order.
 
         Raises:
             DataError: the state is of another pipeline, and rereading is impossible.
         """
-        import tensorflow as tf
-
-        batches = self._begin(make(), state)
-        self._is_short = buffered_bytes(batches) <= MAX_STATE_BYTES
+        self._begin(make(), state)
         if state:
             try:
                 set_iterator_state(self._iterator, state)
                 return self._iterator
-            except (AttributeError, tf.errors.OpError) as error:
+            except Exception as error:  # for instance a Grain DataLoader whose source has no __repr__
                 if not begins_anew:
                     raise DataError(
                         "the dataset cannot resume from where the checkpoint says that it was: "
@@ -52,17 +51,24 @@ class Current:
                         "were, on the same TensorFlow, or start a new run from its weights: --resume never "
                         "--init_from RUN."
                     ) from error
-                warn_of_state(error)
+                logging.getLogger("ringtrain").warning(
+                    "ringtrain: the pipeline cannot resume from where the checkpoint says that it was, and makes its "
+                    "samples once more up to there: %s",
+                    describe_defect(error),
+                )
                 self._begin(make())
         return replay(self._iterator, skip)
 
-    def _begin(self, batches: tf.data.Dataset, state: bytes = b"") -> tf.data.Dataset:
+    def _begin(self, batches: Any, state: bytes = b"") -> None:
         import tensorflow as tf
 
-        options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False  # its batches would be in the state
-        self._iterator = iter(without_tuner(batches.with_options(options), state))
-        return batches
+        self._is_short = True
+        if isinstance(batches, tf.data.Dataset):
+            self._is_short = buffered_bytes(batches) <= MAX_STATE_BYTES
+            options = tf.data.Options()
+            options.experimental_optimization.inject_prefetch = False  # its batches would be in the state
+            batches = without_tuner(batches.with_options(options), state)
+        self._iterator = iter(batches)
 
     def read_state(self) -> bytes:
         """Return an empty state if unsupported or too large for the memory."""
@@ -161,9 +167,14 @@ def _batch_size(dataset: tf.data.Dataset) -> float:
 
 
 def read_iterator_state(iterator: Any) -> bytes:
-    """State with buffers; empty if unsupported."""
+    """State with buffers; empty if unsupported, as it only saves time."""
     import tensorflow as tf
 
+    if hasattr(iterator, "get_state"):
+        with contextlib.suppress(Exception):
+            state = iterator.get_state()  # a dict for Grain's datasets, bytes for DataLoaders
+            return AS_BYTES + state if isinstance(state, bytes) else AS_JSON + json.dumps(state).encode()
+        return b""
     try:
         state = tf.raw_ops.SerializeIterator(
             resource_handle=iterator._iterator_resource, external_state_policy=FAILS_IF_STATEFUL
@@ -175,9 +186,12 @@ def read_iterator_state(iterator: Any) -> bytes:
 
 
 def set_iterator_state(iterator: Any, state: bytes) -> None:
-    """Raise AttributeError or OpError if incompatible."""
+    """Raise AttributeError, OpError or anything of Grain's if incompatible."""
     import tensorflow as tf
 
+    if state.startswith((AS_BYTES, AS_JSON)):
+        iterator.set_state(state[1:] if state.startswith(AS_BYTES) else json.loads(state[1:]))
+        return
     serialized = tf.io.parse_tensor(state[1:], tf.variant)
     tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=serialized)
 
@@ -207,7 +221,7 @@ def from_dataset(
             ``--steps``.
     """
     if callable(dataset):
-        return _from_function(dataset, steps_per_epoch)
+        return feed_of(lambda of: _require_pairs(dataset(of)), _count, steps_per_epoch)
     one = _OneDataset(dataset, steps_per_epoch)
     has_end = steps_per_epoch is None or _cardinality(dataset) >= 0
     return Feed(
@@ -252,13 +266,14 @@ class _OneDataset:
             yield batch
 
 
-def _from_function(make: Callable[[Pass], tf.data.Dataset], steps_per_epoch: int | None) -> Feed:
+def feed_of(make: Callable[[Pass], Any], count: Callable[[Any], int | None], steps_per_epoch: int | None) -> Feed:
+    """``make``: this rank's batches of a pass; ``count``: their number."""
     current = Current()
 
     def open_pass(of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
-        return current.open(lambda: _require_pairs(make(of)), skip, state)
+        return current.open(lambda: make(of), skip, state)
 
-    return Feed(open_pass, steps_per_epoch, lambda of: _count(_require_pairs(make(of))), read_state=current.read_state)
+    return Feed(open_pass, steps_per_epoch, lambda of: count(make(of)), read_state=current.read_state)
 
 
 def _cardinality(dataset: Any) -> int:

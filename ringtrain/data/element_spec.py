@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,15 +56,9 @@ def as_arrays(value: Any, *, with_names: bool = False) -> Any:
     return np.asarray(value) if tf.is_tensor(value) else np.array(value)
 
 
-def _spec_of(array: Any) -> tf.TensorSpec:
-    """[n, ...] for any n, or a single number."""
-    value = np.asarray(array)
-    return tf.TensorSpec([None, *value.shape[1:]] if value.ndim else [], tf.as_dtype(value.dtype))
-
-
 def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form:
     """Use the first rank's with a batch; raise on every rank if they differ. Collective."""
-    mine = None if first is None else _to_json(tf.nest.map_structure(_spec_of, tuple(first)))
+    mine = None if first is None else tf.nest.map_structure(_kind_of, tuple(first))
     all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]
     if not fed:
@@ -80,17 +75,17 @@ def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form
     return Form(_from_json(expected))
 
 
-def _to_json(spec: Any) -> Any:
-    if isinstance(spec, dict):
-        return {"dict": {key: _to_json(spec[key]) for key in sorted(spec)}}
-    if isinstance(spec, (tuple, list)):
-        return {"tuple": [_to_json(item) for item in spec]}
-    return {"dtype": spec.dtype.name, "shape": spec.shape.as_list()[1:]}
+def _kind_of(array: Any) -> str:
+    """Return for example ``float32 [3]`` for an array [n, 3]."""
+    value = np.asarray(array)
+    return f"{tf.as_dtype(value.dtype).name} {list(value.shape[1:])}"
 
 
 def _from_json(value: Any) -> Any:
-    if "dict" in value:
-        return {key: _from_json(item) for key, item in value["dict"].items()}
-    if "tuple" in value:
-        return tuple(_from_json(item) for item in value["tuple"])
-    return tf.TensorSpec([None, *value["shape"]], tf.as_dtype(value["dtype"]))
+    """Specs [n, ...] of a structure of kinds."""
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(map(_from_json, value))
+    dtype, _, shape = value.partition(" ")
+    return tf.TensorSpec([None, *json.loads(shape)], tf.as_dtype(dtype))

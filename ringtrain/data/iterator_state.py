@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 from ringtrain.data.sources import Feed
 
 MAX_STATE_BYTES = 4 * 2**20  # of all ranks; large shuffle buffers are refilled instead
@@ -13,11 +15,12 @@ NO_STATE: IteratorState = (0, b"")
 
 
 class IteratorStates:
-    def __init__(self, feed: Feed, steps_per_pass: int, *, rank: int, size: int) -> None:
+    def __init__(self, feed: Feed, steps_per_pass: int, begin: IteratorState, *, rank: int, size: int) -> None:
+        """``begin``: a state from a checkpoint, or NO_STATE."""
         self._read_state, self._steps_per_pass = feed.read_state, steps_per_pass
         self._limit = MAX_STATE_BYTES // (1 if feed.is_shared else size)
         self._is_off = feed.is_shared and rank != 0  # rank 0's state serves all ranks
-        self._states: dict[int, bytes] = {}
+        self._states = collections.deque([begin] if begin[1] and not self._is_off else [], NUM_KEPT)
 
     @property
     def are_kept(self) -> bool:
@@ -36,14 +39,7 @@ class IteratorStates:
             self._is_off = True
             self._states.clear()
         elif state:
-            self.keep((step, state))
-
-    def keep(self, place: IteratorState) -> None:
-        if self._is_off:
-            return
-        self._states[place[0]] = place[1]
-        while len(self._states) > NUM_KEPT:
-            del self._states[min(self._states)]
+            self._states.append((step, state))
 
     def before(self, step: int) -> IteratorState:
-        return max(((at, state) for at, state in list(self._states.items()) if at <= step), default=NO_STATE)
+        return next((kept for kept in reversed(list(self._states)) if kept[0] <= step), NO_STATE)

@@ -54,11 +54,9 @@ def streaming_batches(
     ``place``: a checkpoint before ``first_step``.
     """
     world = collective.world
-    places = IteratorStates(feed, order.steps_per_epoch, rank=world.rank, size=world.size)
     if not feed.goes_on and place[0] // order.steps_per_epoch != first_step // order.steps_per_epoch:
         place = NO_STATE  # of another pass
-    if place[1]:
-        places.keep(place)
+    places = IteratorStates(feed, order.steps_per_epoch, place, rank=world.rank, size=world.size)
     steps = _open_steps(feed, order, world, places, place, first_step=first_step, end_step=end_step)
     begin = time.monotonic()
     first = raise_on_all_ranks(collective, lambda: next(steps, None), name="feed")

@@ -13,6 +13,7 @@ from ringtrain.data.iterator_state import (
     MOST_READ_AHEAD,
     NO_STATE,
     NUM_KEPT,
+    IteratorState,
     IteratorStates,
 )
 from ringtrain.data.sources import Feed
@@ -22,10 +23,15 @@ LONG_PASS = 10 * EVERY_STEPS
 
 
 def places_of(
-    states: Iterator[bytes], steps_per_pass: int = LONG_PASS, *, rank: int = 1, is_shared: bool = False
+    states: Iterator[bytes],
+    steps_per_pass: int = LONG_PASS,
+    *,
+    begin: IteratorState = NO_STATE,
+    rank: int = 1,
+    is_shared: bool = False,
 ) -> IteratorStates:
     feed = Feed(lambda of, skip: iter(()), None, read_state=lambda: next(states), is_shared=is_shared)
-    return IteratorStates(feed, steps_per_pass, rank=rank, size=2)
+    return IteratorStates(feed, steps_per_pass, begin, rank=rank, size=2)
 
 
 def test_only_the_newest_states_before_a_step_are_kept() -> None:
@@ -63,17 +69,15 @@ def test_a_state_that_is_too_long_is_dropped_and_not_retried() -> None:
 
 def test_only_rank_0_keeps_the_states_of_a_shared_pipeline() -> None:
     for rank, expected in ((0, (0, bytes(MAX_STATE_BYTES))), (1, NO_STATE)):
-        places = places_of(iter([bytes(MAX_STATE_BYTES)]), rank=rank, is_shared=True)
-        if rank:
-            places.keep((0, b"of the checkpoint"))
+        begin = (0, b"of the checkpoint") if rank else NO_STATE
+        places = places_of(iter([bytes(MAX_STATE_BYTES)]), begin=begin, rank=rank, is_shared=True)
         places.note(0)
         assert places.are_kept, "alike on all ranks, which say theirs at one place"
         assert places.before(1) == expected
 
 
 def test_a_known_state_is_kept_until_the_next_one() -> None:
-    places = places_of(iter([b"", b"later"]))
-    places.keep((7, b"known"))
+    places = places_of(iter([b"", b"later"]), begin=(7, b"known"))
     places.note(EVERY_STEPS)
     assert places.before(EVERY_STEPS) == (7, b"known")
     places.note(2 * EVERY_STEPS)

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ringtrain.data.formats import tfrecord_index
 from ringtrain.data.formats.conversion import make_example
 from ringtrain.data.formats.tfrecord import TFRecordSource, load_tfrecords
-from ringtrain.data.formats.tfrecord_index import masked_crc32c
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
 from tests.world.processes import REPOSITORY, clean_environment, run_command

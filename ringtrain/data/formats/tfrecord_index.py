@@ -178,6 +178,8 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
 
 def _length_of_damaged(path: Path, file: int, offset: int, count: int) -> int:
     """Raise DataError unless only the data are damaged."""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # in Python: slow
+
     where, num_bytes = _name(path, count, offset), os.fstat(file).st_size
     header = os.pread(file, HEADER_BYTES, offset)
     if len(header) == HEADER_BYTES:
@@ -268,14 +270,3 @@ def _problem(encoded: bytes, raw: bytes, label: int, shape: list[int]) -> str | 
         what = "both image/encoded and" if raw else "neither image/encoded nor"
         return f"has {what} image/raw; it must have one of them."
     return None
-
-
-def masked_crc32c(data: bytes) -> int:
-    """CRC32C (Castagnoli, RFC 3720, B.4), rotated by 15 bits and offset. Slow: bit by bit."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -9,7 +9,7 @@ from pathlib import Path
 from ringtrain.errors import UsageError
 from ringtrain.predict.forecast import Work
 from ringtrain.report.reading import read_run
-from ringtrain.report.timing import read_seconds, steady_intervals
+from ringtrain.report.timing import find_medians, read_seconds, steady_intervals
 
 MIN_INTERVALS = 2  # of the log, after the first, which holds the compilation
 UNIFORM_VARIABLES = 50  # for a number of parameters alone
@@ -32,11 +32,7 @@ def measure(path: Path) -> Measured:
             f"{str(path)!r} holds {len(intervals)} measured intervals of steps; a forecast needs {MIN_INTERVALS} after "
             "the first, which compiles. Train longer, or with a smaller --log_every."
         )
-    median = {
-        name: statistics.median(event[name] for event in intervals)
-        for name in ("sec_per_step", "input_sec", "communication_sec", "examples_per_sec")
-        if all(name in event for event in intervals)
-    }
+    median = find_medians(intervals, "sec_per_step", "input_sec", "communication_sec", "examples_per_sec")
     size, exposed = start["size"], median.get("communication_sec")
     batch_size = start.get("global_batch_size") or median["examples_per_sec"] * median["sec_per_step"]  # of a fit
     notes = [f"measured on {size} rank{'s' if size > 1 else ''}, {len(intervals)} intervals of the log"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from ringtrain.errors import UsageError
 from ringtrain.files.bounded import read_bounded
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.tables import format_value
-from ringtrain.report.timing import STEP_PARTS, TIMED, steady_intervals
+from ringtrain.report.timing import STEP_PARTS, TIMED, find_medians, steady_intervals
 
 MAX_BYTES = 2**20
 NEEDED = ("devices", "examples_per_sec", "step_sec", "exposed_sec")
@@ -50,11 +49,7 @@ def compare(run: RunRecord, forecast: ForecastRows) -> Comparison:
     if size not in forecast:
         return Comparison([], f"The forecast is for {', '.join(map(str, sorted(forecast)))} ranks, not for {size}.")
     expected, low, high = (forecast[size][name] for name in SCENARIO_NAMES)
-    median = {
-        name: statistics.median(event[name] for event in intervals)
-        for name in (*TIMED, *STEP_PARTS)
-        if all(name in event for event in intervals)
-    }
+    median = find_medians(intervals, *TIMED, *STEP_PARTS)
     step, exposed = median["sec_per_step"], median.get("communication_sec")
     rows = [
         make_row("examples per second", median["examples_per_sec"], expected["examples_per_sec"]),

@@ -18,7 +18,6 @@ from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
 from ringtrain.report.forecasts import ForecastRows, compare
 from ringtrain.report.ranking import MOST_COMPARED, rank
-from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
 from ringtrain.report.tables import compare_settings, describe_run, format_seconds
@@ -45,12 +44,7 @@ def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -
         "images": [{name: {"steps": s.steps, "images": s.images} for name, s in run.images.items()} for run in runs],
     }
     tables = [
-        {
-            **describe_run(run, shown),
-            "ranks": list_ranks(run),
-            "stacks": list_stacks(run),
-            "forecast": None if forecast is None else compare(run, forecast),
-        }
+        {**describe_run(run, shown), "forecast": None if forecast is None else compare(run, forecast)}
         for run, shown in zip(runs, drawn, strict=True)
     ]
     style, programs = read_own_files()

@@ -40,7 +40,8 @@ class Ranking:
 def rank(runs: Sequence[RunRecord], names: Sequence[str]) -> tuple[Ranking, list[RunRecord]]:
     """Return the ranking, and the best runs, which the rest of the page compares."""
     metric, is_max = str(runs[0].settings.get("best_metric", "loss")), runs[0].settings.get("best_direction") == "max"
-    scores = [read_score(run, metric) for run in runs]
+    best = [find_best_evaluation(run.of_kind("eval"), run.settings, metric) for run in runs]
+    scores = [None if evaluation is None else float(evaluation[metric]) for evaluation in best]
     order = sorted(range(len(runs)), key=lambda place: order_of(scores[place], is_max))
     named = dict(compare_settings([run.settings for run in runs])[0])
     differing = {name: [values[place] for place in order] for name, values in named.items() if name not in NOT_SETTINGS}
@@ -62,13 +63,8 @@ def rank(runs: Sequence[RunRecord], names: Sequence[str]) -> tuple[Ranking, list
         " ".join(f"{axis.x:.1f},{of_axis[number]:.1f}" for axis, of_axis in zip(axes, heights, strict=True))
         for number in range(len(rows))
     ]
-    best = [runs[place] for place in order[:MOST_COMPARED]]
-    return Ranking(metric, list(differing), rows, len(best), list(axes), lines), best
-
-
-def read_score(run: RunRecord, metric: str) -> float | None:
-    best = find_best_evaluation(run.of_kind("eval"), run.settings, metric)
-    return None if best is None else float(best[metric])
+    compared = [runs[place] for place in order[:MOST_COMPARED]]
+    return Ranking(metric, list(differing), rows, len(compared), list(axes), lines), compared
 
 
 def order_of(score: float | None, is_max: bool) -> tuple[bool, float]:
@@ -89,16 +85,13 @@ def draw(place: int, num_axes: int, title: str, texts: Sequence[str]) -> tuple[A
         low, high = scale(known[0]), scale(known[-1])
         place_of = {number: (scale(number) - low) / (high - low) for number in known}
         heights = [height(place_of[number]) if number is not None else HEIGHT for number in numbers]
-        shown = known if len(known) <= MAX_LABELS and not is_crowded(list(place_of.values())) else [known[0], known[-1]]
+        is_crowded = any(place_of[b] - place_of[a] < 1 / MAX_LABELS for a, b in itertools.pairwise(known))
+        shown = [known[0], known[-1]] if is_crowded or len(known) > MAX_LABELS else known
         return Axis(x, title, [(height(place_of[number]), format_value(number)) for number in shown]), heights
     values = sorted(set(texts))
     places = {value: height(number / max(1, len(values) - 1)) for number, value in enumerate(values)}
     labels = [(places[value], value) for value in values[:: math.ceil(len(values) / MAX_LABELS)]]
     return Axis(x, title, labels), [places[text] for text in texts]
-
-
-def is_crowded(places: Sequence[float]) -> bool:
-    return any(after - before < 1 / MAX_LABELS for before, after in itertools.pairwise(places))
 
 
 def height(share: float) -> float:

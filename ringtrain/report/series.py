@@ -47,7 +47,8 @@ def make_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     times = elapsed_times(events)
     curves = {}
     for kind in ("train", "eval"):
-        chosen = _last_of_each_step(events, kind)
+        places = {event["step"]: place for place, event in enumerate(events) if event["event"] == kind}
+        chosen = np.array([places[step] for step in sorted(places)], np.intp)  # the last of each step
         steps = np.array([events[place]["step"] for place in chosen], np.float64)
         elapsed = times[chosen] if times is not None else None
         names = dict.fromkeys(name for place in chosen for name in events[place] if name not in NOT_CURVES)
@@ -101,11 +102,6 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
         crosses=steps[crosses],
         elapsed_crosses=elapsed[crosses] if elapsed is not None else None,
     )
-
-
-def _last_of_each_step(events: Sequence[Mapping[str, Any]], kind: str) -> npt.NDArray[np.intp]:
-    places = {event["step"]: place for place, event in enumerate(events) if event["event"] == kind}
-    return np.array([places[step] for step in sorted(places)], np.intp)
 
 
 def _number_of(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Tables of a report."""
+"""Tables of a report: facts, settings and ranks of runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ringtrain.messages.ranks import name_ranks
 from ringtrain.report.charts import describe_end
 from ringtrain.report.figures import DrawnRun
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import elapsed_times
-from ringtrain.report.timing import attempts, read_seconds, split_time
+from ringtrain.report.timing import STEP_PARTS, attempts, read_seconds, split_time
 from ringtrain.run.directory import find_best_evaluation
 
 MISSING = "\N{EN DASH}"
+MAX_RANKS = 128
+RANK_TITLES = {
+    "node": "node", "device": "device", "cores": "cores", "pid": "process ID", **STEP_PARTS,
+    "peak_memory_mib": "peak memory", "peak_gpu_memory_mib": "peak GPU memory",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ def describe_run(run: RunRecord, drawn: DrawnRun) -> dict[str, Any]:
         "marks": drawn.marks,
         "num_left_out": drawn.num_left_out,
         "environment": describe_environment(run),
+        "ranks": list_ranks(run),
+        "stacks": list_stacks(run),
         "command": shlex.join(map(str, command)) if isinstance(command, list) else "",
         "has_times": all("time" in event for event in run.events),
         "images": run.images,
@@ -127,21 +135,65 @@ def describe_environment(run: RunRecord) -> list[Fact]:
     return facts
 
 
+class RanksTable(NamedTuple):
+    columns: list[str]  # after the rank's number
+    rows: list[list[str]]
+    num_left_out: int  # of ranks
+
+
+def list_ranks(run: RunRecord) -> RanksTable:
+    starts = [attempt for attempt in attempts(run.events) if attempt[0]["event"] == "start"]
+    first, last = (starts[-1][0], starts[-1][-1]) if starts else ({}, {})
+    places, usages = _of_ranks(first), _of_ranks(last if last.get("event") == "end" else {})
+    size = max(len(places), len(usages))
+    ranks: list[dict[str, Any]] = [{} for _ in range(size)]
+    for values in (places, usages):
+        for rank, of_rank in zip(ranks, values, strict=False):
+            rank.update(of_rank)
+    names = [name for name in RANK_TITLES if any(name in rank for rank in ranks)]
+    rows = [[_cell(name, rank.get(name)) for name in names] for rank in ranks[:MAX_RANKS]]
+    return RanksTable([RANK_TITLES[name] for name in names], rows, max(0, size - MAX_RANKS))
+
+
+def list_stacks(run: RunRecord) -> list[tuple[str, str]]:
+    """Return ranks and text of stacks, if the run ended in a hang."""
+    last = run.events[-1]
+    groups = last.get("stacks") if last["event"] == "end" else None
+    found = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [
+        (name_ranks(ranks), str(group.get("text", ""))) for group in found if (ranks := _numbers(group.get("ranks")))
+    ]
+
+
+def _numbers(value: Any) -> list[int]:
+    return [number for number in value if type(number) is int] if isinstance(value, list) else []
+
+
+def _of_ranks(event: Any) -> list[dict[str, Any]]:
+    ranks = event.get("ranks")
+    return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+
+
+def _cell(name: str, value: Any) -> str:
+    if type(value) in (int, float) and name in STEP_PARTS:
+        return format_seconds(value)
+    if type(value) in (int, float) and name.endswith("_mib"):
+        return f"{format_value(value)} MiB"
+    return str(value) if type(value) is int else format_value(value)
+
+
 def compare_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], list[Fact]]:
     """Return differing settings, and equal ones."""
     names = dict.fromkeys(name for settings in runs for name in settings)
     differing, same = [], []
     for name in names:
-        values = [format_setting(settings[name]) if name in settings else "not set" for settings in runs]
+        given = [settings.get(name, "not set") for settings in runs]
+        values = [value if isinstance(value, str) else json.dumps(value, default=str) for value in given]
         if len(set(values)) > 1:
             differing.append((name, values))
         elif values[0] != "null":
             same.append(Fact(name, values[0]))
     return differing, same
-
-
-def format_setting(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def format_value(value: Any) -> str:

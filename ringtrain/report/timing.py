@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,12 @@ def steady_intervals(events: Events) -> list[dict[str, Any]]:
     first = starts[-1].get("first_step", 0) if starts else 0
     timed = [dict(event) for event in _of(events, "train") if event.keys() >= TIMED]
     return [event for event in timed if event["step"] > first][1:]
+
+
+def find_medians(intervals: Events, *names: str) -> dict[str, float]:
+    """Return medians of fields that all intervals have."""
+    known = [name for name in names if all(name in event for event in intervals)]
+    return {name: statistics.median(event[name] for event in intervals) for name in known}
 
 
 def attempts(events: Events) -> list[list[Mapping[str, Any]]]:

@@ -55,7 +55,8 @@ def following(path: Path, trackers: Sequence[str], warn: Callable[[str], None]) 
                 process.stdin.close()
         for name, process in processes.items():
             if finish(process, now + last_seconds(name)) != 0:
-                warn(f"{name} did not take all. The next start sends the rest, or: {describe_way_on(path, name)}")
+                again = f"python -m ringtrain track {shlex.quote(str(path))} --to {name}"
+                warn(f"{name} did not take all. The next start sends the rest, or: {again}")
 
 
 def start(path: Path, name: str) -> subprocess.Popen[bytes]:
@@ -89,10 +90,6 @@ def last_seconds(name: str) -> float:
 def end_session(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def describe_way_on(path: Path, name: str) -> str:
-    return f"python -m ringtrain track {shlex.quote(str(path))} --to {name}"
 
 
 def main(path: str, begun: str, name: str) -> None:

@@ -21,10 +21,9 @@ from ringtrain.report.charts import describe_end, find_marks, plan_charts
 from ringtrain.report.figures import DrawnRun, make_figures
 from ringtrain.report.page import load_template, make_page
 from ringtrain.report.ranking import rank
-from ringtrain.report.ranks import list_ranks, list_stacks
 from ringtrain.report.reading import RunRecord, choose_settings, parse_events, read_run
 from ringtrain.report.series import make_curves, thin
-from ringtrain.report.tables import MISSING, compare_settings, format_seconds, list_facts
+from ringtrain.report.tables import MISSING, compare_settings, format_seconds, list_facts, list_ranks, list_stacks
 from ringtrain.report.timing import split_time
 from ringtrain.run.directory import FIT_SETTINGS
 from tests.report.made_run import START, eval_event, make_run, timed, train_event, usual_events

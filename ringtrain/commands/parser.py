@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from ringtrain.commands.help import find_options, show_help
 from ringtrain.errors import UsageError
@@ -140,15 +142,42 @@ def parse_text(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        if value.removeprefix("-").isdigit():
-            return int(value)  # decimal; YAML reads 010 as octal
-        from ringtrain.commands.words import read_word  # imported late: doctor must run without PyYAML
-
-        read = read_word(value)
-    except ValueError:
+        # YAML reads 010 as octal.
+        read = int(value) if value.removeprefix("-").isdigit() else _load_word(value)
+    except (ValueError, RecursionError):
         return value
     is_plain = isinstance(read, int | float) or value in NOTHING or value.startswith(("[", "{", "'", '"'))
     return read if is_plain else value
+
+
+def _load_word(text: str) -> Any:
+    """Raise ValueError if it is no YAML."""
+    import yaml  # late: doctor must run without PyYAML
+
+    try:
+        return _word_loader()(text).get_single_data()
+    except yaml.YAMLError:
+        raise ValueError from None
+
+
+@functools.cache
+def _word_loader() -> Any:
+    """Plain YAML; 1e-3 and -.5 are numbers, dates are strings, and aliases, anchors and tags are refused."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def fetch_alias(self) -> None:
+            raise yaml.YAMLError
+
+        fetch_anchor = fetch_tag = fetch_alias
+        yaml_implicit_resolvers: ClassVar = {
+            first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    number = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader
 
 
 def _load_file(file: str) -> Mapping[str, Any]:

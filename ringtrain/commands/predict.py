@@ -77,7 +77,10 @@ class Options:
 def main(arguments: Sequence[str], world: World) -> int:
     given = parse_arguments(Options, arguments, world)
     refuse_launcher("predict", world)
-    options = Options(**given | {"cluster": choose_cluster(given)})
+    preset = given.get("preset", Options.preset)
+    if preset not in PRESETS:
+        raise UsageError(f"preset is {preset!r}. {did_you_mean(preset, PRESETS)}Presets: {', '.join(PRESETS)}.")
+    options = Options(**given | {"cluster": replace(PRESETS[preset], **given.get("cluster", {}))})
     check(options)
     from ringtrain.predict.forecast import SCENARIOS, find_compute, forecast, last_worthwhile
 
@@ -109,13 +112,6 @@ def main(arguments: Sequence[str], world: World) -> int:
     if options.out is not None:
         write(options.out, rows, {"cluster": asdict(options.cluster), "work": asdict(work), "notes": notes})
     return 0
-
-
-def choose_cluster(given: Mapping[str, Any]) -> Cluster:
-    name = given.get("preset", Options.preset)
-    if name not in PRESETS:
-        raise UsageError(f"preset is {name!r}. {did_you_mean(name, PRESETS)}Presets: {', '.join(PRESETS)}.")
-    return replace(PRESETS[name], **given.get("cluster", {}))
 
 
 def check(options: Options) -> None:

@@ -222,8 +222,8 @@ def from_dataset(
     """
     if callable(dataset):
         return feed_of(lambda of: _require_pairs(dataset(of)), _count, steps_per_epoch)
-    one = _OneDataset(dataset, steps_per_epoch)
-    has_end = steps_per_epoch is None or _cardinality(dataset) >= 0
+    one = _OneDataset(_require_pairs(dataset, are_samples=True), steps_per_epoch)
+    has_end = steps_per_epoch is None or _count(dataset) is not None
     return Feed(
         one.open_pass if has_end else one.resume_endless,
         steps_per_epoch,
@@ -243,7 +243,7 @@ class _OneDataset:
         self._position = -1  # in the endless batches
 
     def batches_of(self, of: Pass) -> tf.data.Dataset:
-        return _require_pairs(self._dataset, are_samples=True).batch(of.global_batch_size)
+        return self._dataset.batch(of.global_batch_size)
 
     def open_pass(self, of: Pass, skip: int, state: bytes = b"") -> Iterator[tuple[Any, Any]]:
         # Each iterator draws the seeds of a shuffle. So does a restored one, once more.
@@ -276,12 +276,8 @@ def feed_of(make: Callable[[Pass], Any], count: Callable[[Any], int | None], ste
     return Feed(open_pass, steps_per_epoch, lambda of: count(make(of)), read_state=current.read_state)
 
 
-def _cardinality(dataset: Any) -> int:
-    """Return a negative number if unknown or infinite. Other objects are reported later."""
-    return int(dataset.cardinality()) if hasattr(dataset, "cardinality") else 0
-
-
 def _count(batches: tf.data.Dataset) -> int | None:
+    """Return None if unknown or infinite."""
     count = int(batches.cardinality())
     return count if count >= 0 else None
 

@@ -163,24 +163,20 @@ def _download_once(archive: Path, download: Download) -> None:
             if archive.exists():
                 return
             if has_waited and (reason := lock.read().decode(errors="replace")):
-                raise _DownloadError(reason)
+                raise OSError(reason)
             lock.truncate(0)
             try:
                 _download_to(archive, download)
-            except (OSError, http.client.HTTPException, _DownloadError) as error:
+            except (OSError, http.client.HTTPException) as error:
                 lock.write((str(error) or type(error).__name__).encode())
                 lock.flush()
                 raise
-    except (OSError, http.client.HTTPException, _DownloadError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise file_error(
             f"CIFAR-10 is not in {archive.parent}, and could not be downloaded: {error or type(error).__name__}. Fetch "
             f"{download.url} on a machine with a network, and store it there as {ARCHIVE_NAME}, or give its "
             "directory by --data_dir."
         ) from error
-
-
-class _DownloadError(Exception):
-    """Unexpected answer of the server."""
 
 
 @contextlib.contextmanager
@@ -196,7 +192,7 @@ def _locked(path: Path, *, limit_s: float) -> Iterator[tuple[BinaryIO, bool]]:
             except BlockingIOError:
                 has_waited = True
             if time.monotonic() > deadline:
-                raise _DownloadError(f"another process has held {path} for more than {limit_s:g} s")
+                raise TimeoutError(f"another process has held {path} for more than {limit_s:g} s")
             time.sleep(_LOCK_POLL_S)
         yield file, has_waited  # closing frees the lock
 
@@ -208,7 +204,7 @@ def _download_to(archive: Path, download: Download) -> None:
     with replacing(archive) as file:
         md5 = _copy(download, file)
         if md5 != download.md5:
-            raise _DownloadError(
+            raise OSError(
                 f"{download.url} gave {file.tell():,} bytes with the MD5 {md5}, but the published archive has "
                 f"{download.md5}"
             )
@@ -222,11 +218,11 @@ def _copy(download: Download, file: BinaryIO) -> str:
         response = urllib.request.urlopen(download.url, timeout=min(SILENCE_LIMIT_S, download.limit_s))
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection
-        raise _DownloadError(f"{download.url} gave {error}") from None
+        raise OSError(f"{download.url} gave {error}") from None
     with response:
         while block := response.read1(_BLOCK_BYTES):  # partial blocks: the limit holds for slow servers
             if time.monotonic() > deadline:
-                raise _DownloadError(f"{download.url} took more than {download.limit_s:g} s")
+                raise TimeoutError(f"{download.url} took more than {download.limit_s:g} s")
             digest.update(block)
             file.write(block)
             activity.move()

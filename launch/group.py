@@ -129,7 +129,9 @@ class Group:
             pass
         for lines in [*self._output, *self._errors, self._launcher_lines]:
             lines.end()
-        self._close()
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
         return GroupEnd(
             num_ranks=self._num_ranks,
             num_started=len(self._hosts),
@@ -187,11 +189,6 @@ class Group:
                 self._selector.unregister(key.fd)
                 os.close(key.fd)
         return heard
-
-    def _close(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
-        self._selector.close()
 
 
 def _make_fifo(path: Path) -> int:

@@ -42,18 +42,19 @@ def read_members(array: str, flags: Sequence[str]) -> tuple[Member, ...]:
     num_members = sum(math.prod(map(len, grid.values())) for grid in grids)
     if not 0 < num_members <= MAX_NUMBER:
         raise UsageError(f"array is {array!r}, {num_members:,} runs; it must be between 1 and {MAX_NUMBER:,}.")
-    members = [
-        create_member(tuple(zip(grid, values, strict=True)), parent)
-        for grid in grids
-        for values in itertools.product(*grid.values())
-    ]
-    refuse_shared_directories(members)
-    return tuple(members)
-
-
-def create_member(settings: tuple[tuple[str, str], ...], parent: str) -> Member:
-    name = ",".join(f"{name.rpartition('.')[2]}={value}" for name, value in settings)
-    return Member(settings, dict(settings).get("out") or f"{parent}/{NOT_IN_NAMES.sub('_', name)}")
+    members: dict[Path, Member] = {}  # by their directories
+    for grid in grids:
+        for values in itertools.product(*grid.values()):
+            settings = tuple(zip(grid, values, strict=True))
+            name = ",".join(f"{name.rpartition('.')[2]}={value}" for name, value in settings)
+            member = Member(settings, dict(settings).get("out") or f"{parent}/{NOT_IN_NAMES.sub('_', name)}")
+            other = members.setdefault(Path(member.out), member)
+            if other is not member:
+                raise UsageError(
+                    f"two runs of the array would share the directory {member.out!r}: '{other}' and '{member}'. Leave "
+                    "out the second one, or give each its own out=DIRECTORY."
+                )
+    return tuple(members.values())
 
 
 def read_file(name: str) -> list[str]:
@@ -92,14 +93,3 @@ def expand(value: str) -> Iterable[str]:
     if not first <= last < first + MAX_NUMBER:
         raise UsageError(f"array has the range {value!r}; it must go upwards, with at most {MAX_NUMBER:,} numbers.")
     return map(str, range(first, last + 1))
-
-
-def refuse_shared_directories(members: Sequence[Member]) -> None:
-    seen: dict[str, Member] = {}
-    for member in members:
-        other = seen.setdefault(str(Path(member.out)), member)
-        if other is not member:
-            raise UsageError(
-                f"two runs of the array would share the directory {member.out!r}: '{other}' and '{member}'. Leave out "
-                "the second one, or give each its own out=DIRECTORY."
-            )

@@ -84,7 +84,12 @@ def submit(arguments: Sequence[str]) -> int:
 
     options, flags = create_request_parser("submit", f"Submit a batch script to Slurm. {WHAT}").parse(arguments)
     request = read_request(options, flags, max_members=options.array and find_max_array_size())
-    refuse_directory(request, Path.cwd())
+    # Slurm would misread it, and so fail the job silently.
+    if not Path(request.output).is_absolute() and set("%\\") & set(os.getcwd()):
+        raise UsageError(
+            f"output is {request.output!r}, in the directory {os.getcwd()!r}; Slurm reads % and \\ in a path as "
+            "patterns. Submit from another directory, or give --output an absolute path."
+        )
     if shutil.which("sbatch") is None:
         raise UsageError(
             "sbatch is not on PATH. Submit on a login node of the cluster, or write the script with render --to FILE."
@@ -94,15 +99,6 @@ def submit(arguments: Sequence[str]) -> int:
         raise UsageError(f"sbatch does not take the job: {answer.text}")
     print("\n".join(map(escape, advise(request, answer.text))))
     return 0
-
-
-def refuse_directory(request: JobRequest, directory: Path) -> None:
-    """Refuse a directory that Slurm would misread, and so fail the job silently."""
-    if not Path(request.output).is_absolute() and set("%\\") & set(str(directory)):
-        raise UsageError(
-            f"output is {request.output!r}, in the directory {str(directory)!r}; Slurm reads % and \\ in a path as "
-            "patterns. Submit from another directory, or give --output an absolute path."
-        )
 
 
 def after(arguments: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.rules import at_least
 from ringtrain.runtime.srun import HOROVODRUN
 
 from ..arguments import is_script, plan_program
@@ -104,10 +105,7 @@ class JobRequest:
             ("max_requeues", self.max_requeues, 0),
             ("array_limit", 1 if self.array_limit is None else self.array_limit, 1),
         ):
-            if value < least:
-                raise UsageError(f"{name} is {value}; it must be at least {least}.")
-            if name != "signal_seconds" and value > MAX_NUMBER:
-                raise UsageError(f"{name} is {value}; it must be at most {MAX_NUMBER:,}.")
+            at_least(name, value, least, MAX_NUMBER)
         if self.signal_seconds > MAX_SIGNAL_SECONDS:
             raise UsageError(f"signal_seconds is {self.signal_seconds}; Slurm takes at most {MAX_SIGNAL_SECONDS}.")
         if not self.num_ranks_per_node:

@@ -20,6 +20,7 @@ from typing import Any
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.errors import EXIT_CODES, ReplicasDifferError, RingtrainError, UsageError
 from ringtrain.files.bounded import open_regular
+from ringtrain.messages.rules import at_least
 from ringtrain.runtime.world import World
 from ringtrain.verify.world_sizes import run_processes
 
@@ -53,8 +54,7 @@ def read(arguments: Sequence[str], world: World) -> tuple[Options, list[str]]:
 def audit_script(arguments: Sequence[str], world: World) -> int:
     options, rest = read(arguments, world)
     for name, least in (("np", 2), ("steps", 1), ("max_mebibytes", 1)):
-        if (value := getattr(options, name)) < least:
-            raise UsageError(f"{name} is {value}; it must be at least {least}.")
+        at_least(name, getattr(options, name), least)
     out = options.out.resolve()  # the script may change the directory
     try:
         open_regular(options.script).close()

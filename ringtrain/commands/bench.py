@@ -23,6 +23,7 @@ from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.guard.memory import explaining_memory
+from ringtrain.messages.rules import at_least
 from ringtrain.predict.cluster import fit_link
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import open_console
@@ -56,8 +57,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, least in (("min_bytes", VALUE_BYTES), ("factor", 2), ("calls", 1), ("warm_up", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+            at_least(name, getattr(self, name), least)
         if self.max_bytes < self.min_bytes:
             raise UsageError(f"max_bytes is {self.max_bytes}; it must be at least min_bytes, {self.min_bytes}.")
 
@@ -84,11 +84,6 @@ def main(arguments: Sequence[str], world: World) -> int:
         return measure(collective, options, prepared.device)
 
 
-def name_link(world: World) -> str | None:
-    """Return what joins the ranks in ``Cluster``; None: several kinds of links."""
-    return "device" if world.local_size == world.size else "node" if world.local_size == 1 else None
-
-
 def measure(collective: Collective, options: Options, device: str) -> int:
     console = open_console(is_rank0=collective.world.is_rank0)
     world, times, num_wrong = collective.world, [], 0
@@ -103,7 +98,9 @@ def measure(collective: Collective, options: Options, device: str) -> int:
         console.line("  ".join(f"{cell:>12}" for cell in [*cells, str(wrong)]))
         num_wrong += wrong
         times.append((num_bytes, seconds))
-    if len(times) > 1 and (name := name_link(world)) and (link := fit_link(times, size)):
+    # What joins the ranks in ``Cluster``; empty: several kinds of links.
+    name = "device" if world.local_size == size else "node" if world.local_size == 1 else ""
+    if len(times) > 1 and name and (link := fit_link(times, size)):
         flags = f"--cluster.{name}_gbit {link.gbit:.3g} --cluster.{name}_latency_us {link.latency_us:.3g}"
         console.line(f"as a ring, for `ringtrain predict`: {flags} --cluster.tcp false")
     return 1 if num_wrong else 0

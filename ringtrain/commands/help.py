@@ -160,16 +160,11 @@ def _describe(option: Option, text: str, columns: int) -> list[str]:
         head = f"--{option.name}.NAME VALUE"
     elif get_origin(option.hint) is Literal and head.endswith(" NAME"):
         text += f": {', '.join(get_args(option.hint))}"
-    if option.default not in (None, "", dataclasses.MISSING):
-        text += f" ({_show_default(option.default)})"
+    if (default := option.default) not in (None, "", dataclasses.MISSING):
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        text += f" ({shown.lower() if isinstance(default, bool) else shown})"
     lines = textwrap.wrap(text, columns - FLAG_COLUMNS - 2, break_on_hyphens=False)
     if len(head) > FLAG_COLUMNS - 1:
         lines.insert(0, "")
     indent = " " * (FLAG_COLUMNS + 2)
     return [f"  {head:<{FLAG_COLUMNS}}{lines[0]}".rstrip(), *(indent + line for line in lines[1:])]
-
-
-def _show_default(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -144,7 +144,9 @@ class CountedBatches(PipelineBatches):
         while self._global_count:
             batch, step = self._upcoming, self._next_step
             if batch is None or int(batch.step) != step:
-                batch = _empty(self.element_spec, step)
+                spec = self.element_spec
+                batch = tf.nest.map_structure(lambda part: tf.zeros([n or 0 for n in part.shape], part.dtype), spec)
+                batch = batch._replace(step=tf.constant(step, tf.int64))
             else:
                 self._upcoming = None
             batch = batch._replace(global_count=tf.constant(self._global_count, tf.int64))
@@ -217,8 +219,3 @@ def explain_bad(source: Source, order: SampleOrder, world: World, error: Excepti
     if bad:
         return DataError(f"{describe_bad(bad)} {BAD_REMEDY}", reach="rank")
     return explain_change(error, step)
-
-
-def _empty(spec: Any, step: int) -> Batch:
-    zeros = tf.nest.map_structure(lambda part: tf.zeros([extent or 0 for extent in part.shape], part.dtype), spec)
-    return zeros._replace(step=tf.constant(step, tf.int64))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.sources import BadSample, Feed, GatherAll, Pass
+from ringtrain.data.sources import BadSample, Feed, GatherAll, Pass, bytes_of
 from ringtrain.data.tf_data import feed_of
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -188,8 +188,7 @@ class IndexedSource(GatherAll):
             sample = self._read(number)
             if isinstance(sample, Exception):  # messages may contain addresses
                 sample = [np.asarray(type(sample).__name__)]
-            for array in map(np.asarray, sample):
-                digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
+            digest.update(b"".join(map(bytes_of, sample)))
         return digest.hexdigest()
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:

@@ -210,6 +210,12 @@ class Feed(NamedTuple):
     goes_on: bool = False
 
 
+def bytes_of(values: Any) -> bytes:
+    """Bytes for a digest of an array, or of anything that makes one."""
+    array = np.asarray(values)
+    return repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes()
+
+
 def from_generator(
     generate: Callable[[int, int], Iterator[tuple[Any, Any]]], *, steps_per_epoch: int | None = None
 ) -> Feed:

@@ -25,7 +25,7 @@ from ringtrain.data.pipeline import (
     in_own_threads,
     own_errors,
 )
-from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, replay
+from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, bytes_of, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.log import LOG
@@ -211,7 +211,8 @@ def _open_steps(
 
 def _require_own_samples(feed: Feed, order: SampleOrder, collective: Collective, first: Any) -> None:
     """Check that ranks read the same samples if they slice them, else different ones. Every rank must call it."""
-    digests = all_gather_object(collective, _digest(first), name="first samples")
+    digest = hashlib.blake2b(b"".join(map(bytes_of, tf.nest.flatten(first))), digest_size=16)
+    digests = all_gather_object(collective, digest.hexdigest(), name="first samples")
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if feed.is_shared and different:
         raise DataError(
@@ -224,10 +225,3 @@ def _require_own_samples(feed: Feed, order: SampleOrder, collective: Collective,
             f"all {len(digests)} ranks are fed the very same first batch, so that each sample counts "
             f"{len(digests)} times. Give each rank its own, by the rank and the size that your code is given."
         )
-
-
-def _digest(samples: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for array in map(np.asarray, tf.nest.flatten(samples)):
-        digest.update(repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()

@@ -70,7 +70,7 @@ class Inception(Workload):
 
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         from ringtrain.data.formats.image_folder import load_image_folder
-        from ringtrain.data.formats.tfrecord import has_tfrecords, load_tfrecords
+        from ringtrain.data.formats.tfrecord import find_files, load_tfrecords
 
         image_size = self.options["image_size"]
         if image_size is not None and (type(image_size) is not int or image_size < MIN_IMAGE_SIZE):
@@ -89,7 +89,7 @@ class Inception(Workload):
                 "inception needs images: name a folder that holds train/<class>/*.jpg, or train-*.tfrecord, with "
                 "--data_dir, or take synthetic data with --synthetic true."
             )
-        load = load_tfrecords if has_tfrecords(data_dir) else load_image_folder
+        load = load_tfrecords if find_files(data_dir, "train") else load_image_folder
         train, evaluation = load(data_dir, image_size=image_size, channels=3)
         self._image_shape, self._num_classes = train.image_shape, train.num_classes
         if min(self._image_shape[:2]) < MIN_IMAGE_SIZE:

@@ -61,9 +61,10 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
     Half-precision outputs become float32, for their range. For float64 outputs (``verify``) y's floats become float64:
     TensorFlow does not mix types.
     """
-    outputs = tf.nest.map_structure(_at_least_float32, outputs)
+    halves = (tf.float16, tf.bfloat16)
+    outputs = tf.nest.map_structure(lambda each: tf.cast(each, tf.float32) if each.dtype in halves else each, outputs)
     if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):
-        y = tf.nest.map_structure(_float64_if_float, y)
+        y = tf.nest.map_structure(lambda each: tf.cast(each, tf.float64) if each.dtype.is_floating else each, y)
     name = type(workload).__name__
     num_samples = next((leaf.shape[0] for leaf in tf.nest.flatten(y) if leaf.shape.rank), None)
     losses = _one_for_each(name, "loss", workload.loss(y, outputs), num_samples)
@@ -108,11 +109,3 @@ def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None)
     if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
         raise UsageError(f"{what}as {tensor.dtype.name}; it must be numbers.")
     return tensor
-
-
-def _at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
-
-
-def _float64_if_float(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor

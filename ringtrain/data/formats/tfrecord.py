@@ -77,10 +77,6 @@ def load_tfrecords(
     return sources[0], sources[1] if len(sources) > 1 else None
 
 
-def has_tfrecords(data_dir: Path) -> bool:
-    return bool(find_files(data_dir, TRAIN_FOLDER))
-
-
 def find_files(data_dir: Path, *names: str) -> tuple[Path, ...]:
     """Use the first name with any files."""
     for name in names:

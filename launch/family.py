@@ -30,17 +30,13 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     _prctl(PR_SET_PDEATHSIG, number)
 
 
-def adopt_orphans() -> None:
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
 def run_guarded(work: Callable[[], int]) -> int:
     """Run ``work`` in a child process, and kill all descendants afterwards.
 
     If either process is killed, the other cleans up. ``FORWARDED`` signals are blocked until ``work`` has set its
     handlers. SIGQUIT kills all at once; the worker gets it when this process dies.
     """
-    adopt_orphans()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     guard = os.getpid()
     worker = os.fork()
@@ -50,7 +46,7 @@ def run_guarded(work: Callable[[], int]) -> int:
             os.setsid()  # a terminal's Ctrl-C arrives once, through the guard
             signal.signal(signal.SIGQUIT, lambda number, frame: _end_now())
             die_with_parent(signal.SIGQUIT)
-            adopt_orphans()
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
             if os.getppid() == guard:
                 code = work()
         except BaseException:

@@ -17,7 +17,7 @@ MPI_NAME = re.compile(r"pmix(_v\d+)?|pmi2|" + HOROVODRUN)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)  # 0: all memory of a node
 # sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]
-TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}", re.ASCII)
 MAX_NAME_BYTES = 200  # part of a file name, at most 255 bytes
 MAX_SIGNAL_SECONDS = 65535
 MAX_NUMBER = 200_000  # beyond any cluster
@@ -183,15 +183,12 @@ class JobRequest:
 
 def read_time(text: str) -> int | None:
     """Return seconds; None if invalid."""
-    match = TIME.fullmatch(text)
-    if match is None:
+    if not TIME.fullmatch(text):
         return None
-    days, first, second, third = (int(group) if group is not None else None for group in match.groups())
-    if days is not None:  # days-hours[:minutes[:seconds]]
-        return ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
-    if third is not None:
-        return ((first or 0) * 60 + (second or 0)) * 60 + third
-    return (first or 0) * 60 + (second or 0)
+    days, _, clock = text.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
+    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def read_flag(flags: Sequence[str], name: str) -> str | None:

@@ -108,11 +108,12 @@ def meet(facts: Facts, said: threading.Event) -> int:
             facts = take_device(plan, facts)
         collective = with_native_sums(connect("auto", world))
         code = share(collective, facts, said)
-    except RingtrainError as error:
-        leave_alone(world, [*judge(facts), cannot_join(str(error), "")], said)
     except Exception as error:  # Horovod and MPI raise many types
-        remedy = "mend what is broken above; if nothing is, try horovodrun --gloo"
-        leave_alone(world, [*judge(facts), cannot_join(shorten(f"{type(error).__name__}: {error}"), remedy)], said)
+        why, remedy = str(error), ""
+        if not isinstance(error, RingtrainError):
+            why = shorten(f"{type(error).__name__}: {error}")
+            remedy = "mend what is broken above; if nothing is, try horovodrun --gloo"
+        leave_alone(world, [*judge(facts), cannot_join(why, remedy)], said)
     collective.close()
     if code:  # os._exit: the launcher may otherwise end this rank during Python's cleanup, with another code
         leave(code)

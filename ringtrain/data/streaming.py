@@ -129,13 +129,11 @@ class _Reader:
         self, _: tf.Tensor, step: tf.Tensor, whole: tf.Tensor, indices: tf.Tensor, *leaves: tf.Tensor
     ) -> Batch:
         (x, y), order, world = self._form.pack(leaves), self._order, self._world
-        if self._augment is not None and order.is_shared:  # the same for any number of ranks
-            keys = sample_keys(order.seed, step // order.steps_per_epoch, indices)
-            x, y = change(self._augment, x, y, keys)
-        elif self._augment is not None:
-            # By step, so that a resumed run gives the same, and by rank.
-            keys = sample_keys(order.seed, step, indices * world.size + world.rank)
-            x, y = change(self._augment, x, y, keys)
+        if self._augment is not None:
+            epoch = step // order.steps_per_epoch
+            # Shared data: the same for any number of ranks. Else by rank, and by step, so that a resume gives the same.
+            when, numbers = (epoch, indices) if order.is_shared else (step, indices * world.size + world.rank)
+            x, y = change(self._augment, x, y, sample_keys(order.seed, when, numbers))
         return Batch(x, y, indices, step, whole)
 
 

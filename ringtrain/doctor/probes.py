@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -69,24 +68,19 @@ def find_refusals(environ: Mapping[str, str]) -> list[str]:
     checks: list[Callable[[], None]] = [
         lambda: check_environment(environ),
         lambda: check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0]),
-        *(functools.partial(require_module, name) for name in REQUIRED),
     ]
     for check in checks:
         try:
             check()
         except UsageError as error:
             refusals.append(str(error))
+    for name in REQUIRED:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            why = describe_hiding(error) or shorten(f"{type(error).__name__}: {error}")
+            refusals.append(f"the package {name} does not load: {why}. Install the environment again: make setup.")
     return refusals
-
-
-def require_module(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        why = describe_hiding(error) or shorten(f"{type(error).__name__}: {error}")
-        raise UsageError(
-            f"the package {name} does not load: {why}. Install the environment again: make setup."
-        ) from None
 
 
 def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stack:

@@ -98,15 +98,12 @@ class CacheFile:
         except OSError:
             return False
 
-    def is_current(self, source: FallibleSource) -> bool:
-        """Try corrupt samples again: a read may have failed once."""
-        bad = np.flatnonzero(~self.open()[0])
-        return len(source.find_bad(bad)) == len(bad)
-
     def begin(self, source: FallibleSource) -> Filling | None:
         """Return a file to fill, with allocated space; None if complete."""
-        if self.is_whole() and self.is_current(source):
-            return None
+        if self.is_whole():
+            bad = np.flatnonzero(~self.open()[0])
+            if len(source.find_bad(bad)) == len(bad):  # corrupt samples are tried again: a read may have failed once
+                return None
         directory = self.path.parent
         with _saying_where(directory):
             directory.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from ringtrain import __version__
 from ringtrain.collectives.timing import time_all_reduce
 from ringtrain.commands.parser import parse_arguments
-from ringtrain.doctor.facts import AllReduce, Facts, facts_from_plain
+from ringtrain.doctor.facts import PAYLOAD_BYTES, SHORT_BYTES, AllReduce, Facts, facts_from_plain
 from ringtrain.doctor.inside import shorten
 from ringtrain.doctor.judging import Finding, can_join, judge
 from ringtrain.doctor.probes import LOAD_SECONDS, gather_facts
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 # For joining and all checks.
 TOGETHER_SECONDS = LOAD_SECONDS + 120.0
-PAYLOAD_BYTES, SHORT_BYTES = 16 * 2**20, 4 * 2**10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +156,8 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
 def time_sums(collective: Collective) -> AllReduce:
     seconds, wrong = time_all_reduce(collective, PAYLOAD_BYTES)
     short_seconds, short_wrong = time_all_reduce(collective, SHORT_BYTES)
-    return AllReduce(
-        description=collective.description,
-        payload_bytes=PAYLOAD_BYTES,
-        seconds=seconds,
-        short_bytes=SHORT_BYTES,
-        short_seconds=short_seconds,
-        is_right=wrong + short_wrong == 0,
-    )
+    is_right = wrong + short_wrong == 0
+    return AllReduce(collective.description, seconds, short_seconds, is_right)
 
 
 def leave_alone(world: World, findings: list[Finding], said: threading.Event) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ class Form:
     """Spec of batches (x, y), without the number of samples."""
 
     def __init__(self, spec: Any) -> None:
-        self._spec = spec
+        self.spec = spec
         self.specs: list[tf.TensorSpec] = tf.nest.flatten(spec)
         self._kinds = [(spec.dtype, tuple(spec.shape[1:])) for spec in self.specs]
         self.nothing = [np.zeros((0, *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
@@ -28,19 +28,16 @@ class Form:
         leaves = tf.nest.flatten((x, y))
         lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}
         kinds = [(tf.as_dtype(leaf.dtype), leaf.shape[1:]) for leaf in leaves]
-        is_alike = kinds == self._kinds and has_structure_of(self._spec, (x, y), with_keys=True)
+        is_alike = kinds == self._kinds and has_structure_of(self.spec, (x, y), with_keys=True)
         if not is_alike or len(lengths) != 1 or -1 in lengths:
             raise DataError(
                 f"rank {rank} was fed {describe_structure((x, y))} in step {step + 1}; each batch must have the first "
-                f"one's structure, types and shapes, {describe_structure(self._spec)}, and one number of samples in "
+                f"one's structure, types and shapes, {describe_structure(self.spec)}, and one number of samples in "
                 "all its arrays. Make all batches equal in shape, such as by resizing or padding."
             )
         # Native byte order, and str as objects: TensorFlow takes an array's bytes unchanged.
         arrays = [np.asarray(leaf, spec.dtype.as_numpy_dtype) for leaf, spec in zip(leaves, self.specs, strict=True)]
         return np.arange(lengths.pop()), arrays
-
-    def pack(self, leaves: Sequence[tf.Tensor]) -> Any:
-        return tf.nest.pack_sequence_as(self._spec, list(leaves))
 
 
 def as_arrays(value: Any, *, with_names: bool = False) -> Any:

@@ -128,7 +128,8 @@ class _Reader:
     def _to_batch(
         self, _: tf.Tensor, step: tf.Tensor, whole: tf.Tensor, indices: tf.Tensor, *leaves: tf.Tensor
     ) -> Batch:
-        (x, y), order, world = self._form.pack(leaves), self._order, self._world
+        order, world = self._order, self._world
+        x, y = tf.nest.pack_sequence_as(self._form.spec, list(leaves))
         if self._augment is not None:
             epoch = step // order.steps_per_epoch
             # Shared data: the same for any number of ranks. Else by rank, and by step, so that a resume gives the same.

@@ -10,6 +10,8 @@ from typing import Any
 from ringtrain.runtime.machine import Machine
 from ringtrain.runtime.world import World
 
+PAYLOAD_BYTES, SHORT_BYTES = 16 * 2**20, 4 * 2**10
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
@@ -73,13 +75,11 @@ class Facts:
     refusals: list[str] = field(default_factory=list)  # errors that would prevent training
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AllReduce:
     description: str  # backend
-    payload_bytes: int  # per rank
-    seconds: float
-    short_bytes: int
-    short_seconds: float
+    seconds: float  # of PAYLOAD_BYTES per rank
+    short_seconds: float  # of SHORT_BYTES
     is_right: bool  # all sums were exact
 
 

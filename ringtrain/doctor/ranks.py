@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringtrain.collectives.timing import bus_bandwidth
-from ringtrain.doctor.facts import AllReduce, Facts
+from ringtrain.doctor.facts import PAYLOAD_BYTES, SHORT_BYTES, AllReduce, Facts
 from ringtrain.doctor.judging import KIB, MIB, Finding, judge
 from ringtrain.messages.ranks import name_ranks
 
@@ -88,11 +88,11 @@ def judge_shared_gpus(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def judge_all_reduce(result: AllReduce, size: int) -> Finding:
-    bus = bus_bandwidth(result.payload_bytes, result.seconds, size)
+    bus = bus_bandwidth(PAYLOAD_BYTES, result.seconds, size)
     text = (
-        f"{result.payload_bytes // MIB} MiB among {size} ranks by {result.description} in "
+        f"{PAYLOAD_BYTES // MIB} MiB among {size} ranks by {result.description} in "
         f"{result.seconds * 1e3:.1f} ms: {bus / 1e9:.2f} GB/s (bytes / time x 2 (n - 1) / n); "
-        f"{result.short_bytes // KIB} KiB in {result.short_seconds * 1e3:.2f} ms"
+        f"{SHORT_BYTES // KIB} KiB in {result.short_seconds * 1e3:.2f} ms"
     )
     if result.is_right:
         return Finding("ok", f"{text}; the sums are right", subject="all-reduce")

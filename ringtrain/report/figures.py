@@ -63,7 +63,7 @@ def make_figures(charts: Sequence[Chart], runs: Sequence[DrawnRun], *, along_tim
     title: dict[str, Any] = {"text": "step", "standoff": TITLE_STANDOFF}
     axis: dict[str, Any] = {"title": title, "unifiedhovertitle": {"text": "step %{x}"}, "hoverformat": ",d"}
     if along_time:
-        longest = max(float(curve.elapsed[-1]) for curve in shown if curve.elapsed is not None)
+        longest = max(float(curve.elapsed[-1]) for curve in shown)
         size, unit = next((unit for unit in UNITS if longest >= 2 * unit[0]), UNITS[-1])
         runs = [_along_time(run, size) for run in runs]
         title["text"] = f"running time ({unit})"
@@ -115,8 +115,6 @@ def _along_time(run: DrawnRun, size: int) -> DrawnRun:
     starts = [mark.step for mark in marks if mark.kind == "restart"]
     curves = {}
     for key, curve in run.curves.items():
-        assert curve.elapsed is not None
-        assert curve.elapsed_crosses is not None
         at = curve.elapsed / size
         pauses = np.searchsorted(at, starts)  # gaps in the curve
         steps, means, lows, highs = (

@@ -12,6 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ringtrain import __version__
 from ringtrain.messages.defects import explaining_import
 from ringtrain.report.charts import find_marks, plan_charts
@@ -35,7 +37,7 @@ def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -
     drawn = [DrawnRun(name, make_curves(run.events), *find_marks(run)) for name, run in zip(names, runs, strict=True)]
     curves = [run.curves for run in drawn]
     charts = plan_charts(curves)
-    has_time = all(curve.elapsed is not None for of_run in curves for curve in of_run.values())
+    has_time = all(np.isfinite(curve.elapsed).all() for of_run in curves for curve in of_run.values())
     payload = {
         "figures": {
             "steps": make_figures(charts, drawn, along_time=False),
@@ -78,7 +80,7 @@ def name_runs(paths: Sequence[Path]) -> list[str]:
 def describe_thinning(curves: Sequence[dict[str, Curve]]) -> list[str]:
     every = [curve for of_run in curves for curve in of_run.values()]
     notes = []
-    thinned = [curve for curve in every if curve.is_thinned]
+    thinned = [curve for curve in every if curve.num_values > len(curve.steps)]
     if thinned:
         most, points = max((curve.num_values, len(curve.steps)) for curve in thinned)
         notes.append(

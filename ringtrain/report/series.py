@@ -28,38 +28,32 @@ class Curve:
     """
 
     steps: Numbers  # last step of each point
-    elapsed: Numbers | None  # running time in seconds; None without times
+    elapsed: Numbers  # running time in seconds; NaN without times
     means: Numbers
     lows: Numbers
     highs: Numbers
     num_values: int  # before thinning
     num_not_finite: int
     crosses: Numbers  # steps of some non-finite values
-    elapsed_crosses: Numbers | None
-
-    @property
-    def is_thinned(self) -> bool:
-        return self.num_values > len(self.steps)
+    elapsed_crosses: Numbers
 
 
 def make_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     """Names are such as ``train/loss`` and ``eval/accuracy``."""
-    times = elapsed_times(events)
+    known_times = elapsed_times(events)
+    times = np.full(len(events), np.nan) if known_times is None else known_times
     curves = {}
     for kind in ("train", "eval"):
         places = {event["step"]: place for place, event in enumerate(events) if event["event"] == kind}
         chosen = np.array([places[step] for step in sorted(places)], np.intp)  # the last of each step
         steps = np.array([events[place]["step"] for place in chosen], np.float64)
-        elapsed = times[chosen] if times is not None else None
         names = dict.fromkeys(name for place in chosen for name in events[place] if name not in NOT_CURVES)
         for name in names:
             values = [_number_of(events[place].get(name)) for place in chosen]
             is_there = np.array([value is not None for value in values], bool)
             if is_there.any():
                 kept = np.array([value for value in values if value is not None], np.float64)
-                curves[f"{kind}/{name}"] = thin(
-                    steps[is_there], elapsed[is_there] if elapsed is not None else None, kept
-                )
+                curves[f"{kind}/{name}"] = thin(steps[is_there], times[chosen][is_there], kept)
     return curves
 
 
@@ -77,7 +71,7 @@ def elapsed_times(events: Sequence[Mapping[str, Any]]) -> Numbers | None:
     return np.concatenate([[0.0], elapsed])
 
 
-def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points: int = MAX_POINTS) -> Curve:
+def thin(steps: Numbers, elapsed: Numbers, values: Numbers, *, max_points: int = MAX_POINTS) -> Curve:
     """Keep extremes. ``steps``: [n], increasing; ``values``: [n]."""
     is_finite = np.isfinite(values)
     finite = np.where(is_finite, values, np.nan)
@@ -93,14 +87,14 @@ def thin(steps: Numbers, elapsed: Numbers | None, values: Numbers, *, max_points
         means = np.add.reduceat(np.where(is_finite, values, 0.0), starts) / counts
     return Curve(
         steps=steps[ends],
-        elapsed=elapsed[ends] if elapsed is not None else None,
+        elapsed=elapsed[ends],
         means=means,
         lows=np.fmin.reduceat(finite, starts),
         highs=np.fmax.reduceat(finite, starts),
         num_values=len(values),
         num_not_finite=int(len(values) - is_finite.sum()),
         crosses=steps[crosses],
-        elapsed_crosses=elapsed[crosses] if elapsed is not None else None,
+        elapsed_crosses=elapsed[crosses],
     )
 
 

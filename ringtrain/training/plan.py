@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
-from ringtrain.data.array_batches import ArrayBatches
-from ringtrain.data.batches import Batches, CountedBatches, PipelineBatches, explain_bad
+from ringtrain.data.batches import ArrayBatches, Batches, CountedBatches, PipelineBatches, explain_bad
 from ringtrain.data.iterator_state import NO_STATE
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Augment, local_batches

@@ -121,3 +121,17 @@ class Workload(abc.ABC):
                 ``LearningRateSchedule`` is kept, also in a ``MultiOptimizer``, whose first part's rate is logged.
         """
         return None
+
+
+class Classifier(Workload):
+    """A workload with integer labels, and logits [n, classes]."""
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        import keras
+
+        return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        import keras
+
+        return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}

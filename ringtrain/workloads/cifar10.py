@@ -10,7 +10,7 @@ import numpy as np
 
 from ringtrain.data.formats.cifar10 import IMAGE_SIZE, NUM_CLASSES, Samples, load_cifar10
 from ringtrain.data.sources import from_arrays
-from ringtrain.workloads.base import Histogram, Images, Sources, Workload
+from ringtrain.workloads.base import Classifier, Histogram, Images, Sources
 
 if TYPE_CHECKING:
     import keras
@@ -24,7 +24,7 @@ NUM_SYNTHETIC = (12_800, 1_280)  # training, evaluation
 _EVALUATION_CHUNK = 1_000
 
 
-class Cifar10(Workload):
+class Cifar10(Classifier):
     """Two convolutions with local response normalisation and three dense layers, on random 24x24 crops."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -69,16 +69,6 @@ class Cifar10(Workload):
     def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
         train, (images, labels) = _read_samples(data_dir, synthetic=synthetic)
         return Sources(from_arrays(*train), from_arrays(prepare_for_evaluation(images), labels))
-
-    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-        import keras
-
-        return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
-
-    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
-        import keras
-
-        return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """uint8 [n, 32, 32, 3] -> standardised float32 [n, 24, 24, 3]."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringtrain.data.formats.cifar10 import IMAGE_SIZE, NUM_CLASSES
-from ringtrain.workloads.base import Histogram, Images, Sources, Workload
+from ringtrain.workloads.base import Classifier, Histogram, Images, Sources
 from ringtrain.workloads.cifar10 import read_sources, trained_kernels
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ PATCH_DEVIATIONS = (
 LEAST_DEVIATION = 0.005  # smaller variation is camera or JPEG noise: not amplified
 
 
-class Cifar10Resnet(Workload):
+class Cifar10Resnet(Classifier):
     """Whitening convolution, three blocks of two convolutions, and a dense layer."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -69,11 +69,6 @@ class Cifar10Resnet(Workload):
 
         labels = keras.ops.one_hot(y, NUM_CLASSES, dtype=outputs.dtype)
         return keras.losses.categorical_crossentropy(labels, outputs, from_logits=True, label_smoothing=LABEL_SMOOTHING)
-
-    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
-        import keras
-
-        return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Random shifts, with mirrored edges, and flips of [n, 32, 32, 3]; the type is kept."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ringtrain.data.sources import from_arrays
-from ringtrain.workloads.base import Sources, Workload
+from ringtrain.workloads.base import Classifier, Sources
 
 if TYPE_CHECKING:
     import keras
@@ -29,7 +29,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
         return arrays["images"], arrays["labels"].astype(np.int64)
 
 
-class Digits(Workload):
+class Digits(Classifier):
     defaults: ClassVar[Mapping[str, Any]] = {
         "epochs": 30,
         "batch_size": 32,
@@ -64,16 +64,6 @@ class Digits(Workload):
         with np.load(FILE, allow_pickle=False) as arrays:
             train, evaluation = arrays["train"], arrays["evaluation"]  # indices, with equal shares of the classes
         return Sources(from_arrays(images[train], labels[train]), from_arrays(images[evaluation], labels[evaluation]))
-
-    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-        import keras
-
-        return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
-
-    def metrics(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
-        import keras
-
-        return {"accuracy": keras.metrics.sparse_categorical_accuracy(y, outputs)}
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         from ringtrain.data.augment import random_shift

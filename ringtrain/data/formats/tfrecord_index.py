@@ -149,52 +149,37 @@ def scan_file(path: Path, number: int) -> np.ndarray:
 
 def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     """Yield offset, length and data; None for damaged data."""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # in Python: slow for data
     from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the only reader with offsets
 
     try:
-        with path.open("rb", buffering=0) as opened:
-            file = opened.fileno()
+        with path.open("rb", buffering=0) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
             reader = tf_record_random_reader(os.fspath(path))
             offset = count = 0
-            while True:
+            while offset < num_bytes:
                 # TensorFlow allocates the given length, and aborts if it is too large.
-                header = os.pread(file, 8, offset)
-                if len(header) == 8 and struct.unpack("<Q", header)[0] > os.fstat(file).st_size - offset:
-                    _length_of_damaged(path, file, offset, count)
+                where, header = _name(path, count, offset), os.pread(file.fileno(), HEADER_BYTES, offset)
+                length, crc = struct.unpack("<QI", header.ljust(HEADER_BYTES, b"\0"))
+                if len(header) == HEADER_BYTES and crc != masked_crc32c(header[:8]):
+                    raise file_error(
+                        f"{where} has a wrong checksum (CRC32C) of its length: the file is damaged, or no plain "
+                        "TFRecord file. Copy it again, or make it again with ringtrain convert."
+                    )
+                end = offset + HEADER_BYTES + length + FOOTER_BYTES
+                if len(header) < HEADER_BYTES or end > num_bytes:
+                    raise file_error(
+                        f"{where} is cut off: the file ends within it, after {num_bytes:,} bytes. Copy it again, or "
+                        "make it again with ringtrain convert."
+                    )
                 try:
-                    data, end = reader.read(offset)
-                except IndexError:  # end of the file, or a partial header
-                    if offset != os.fstat(file).st_size:
-                        _length_of_damaged(path, file, offset, count)
-                    return
-                except tf.errors.DataLossError:
-                    length = _length_of_damaged(path, file, offset, count)
-                    data, end = None, offset + HEADER_BYTES + length + FOOTER_BYTES
-                yield offset, end - offset - HEADER_BYTES - FOOTER_BYTES, data
+                    data, _ = reader.read(offset)
+                except (IndexError, tf.errors.DataLossError):  # IndexError: the file was cut meanwhile
+                    data = None
+                yield offset, length, data
                 offset, count = end, count + 1
     except (OSError, tf.errors.OpError) as error:
         raise file_error(f"{path} cannot be read: {error}. Check the file and its permissions.") from error
-
-
-def _length_of_damaged(path: Path, file: int, offset: int, count: int) -> int:
-    """Raise DataError unless only the data are damaged."""
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # in Python: slow
-
-    where, num_bytes = _name(path, count, offset), os.fstat(file).st_size
-    header = os.pread(file, HEADER_BYTES, offset)
-    if len(header) == HEADER_BYTES:
-        length, crc = struct.unpack("<QI", header)
-        if crc != masked_crc32c(header[:8]):
-            raise file_error(
-                f"{where} has a wrong checksum (CRC32C) of its length: the file is damaged, or no plain TFRecord "
-                "file. Copy it again, or make it again with ringtrain convert."
-            )
-        if offset + HEADER_BYTES + length + FOOTER_BYTES <= num_bytes:
-            return int(length)
-    raise file_error(
-        f"{where} is cut off: the file ends within it, after {num_bytes:,} bytes. Copy it again, or make it again with "
-        "ringtrain convert."
-    )
 
 
 def _describe(

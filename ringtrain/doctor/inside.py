@@ -1,6 +1,6 @@
 """Child process of ``ringtrain doctor`` that loads the packages one by one.
 
-Broken extensions may crash or hang the interpreter; the parent learns before each step what is loaded next.
+Broken extensions may crash or hang the interpreter; the parent then blames the first package without an answer.
 """
 
 from __future__ import annotations
@@ -108,11 +108,10 @@ def main() -> None:
         answer.flush()
 
     for name, look in STEPS.items():
-        tell(begins=name)
         try:
-            tell(ends=name, found=look())
+            tell(name=name, found=look())
         except BaseException as error:  # later steps may still work
-            tell(ends=name, failure=describe_hiding(error) or shorten(f"{type(error).__name__}: {error}"))
+            tell(name=name, failure=describe_hiding(error) or shorten(f"{type(error).__name__}: {error}"))
     os._exit(0)  # no cleanup of the loaded libraries
 
 

@@ -110,7 +110,10 @@ def judge_horovod(facts: Facts) -> Finding:
     build = f", built for TensorFlow {built_for}" if built_for else ""
     here = f", but {tensorflow} is installed" if is_for_another else ""
     for package, title in (("tensorflow", "TensorFlow"), ("keras", "Keras")):
-        if version and "horovod" in stack.failures and _is_unfit(stack, package):
+        is_unfit = find_missing(stack, package) or (
+            package == "keras" and not is_within(stack.versions["keras"], KERAS_3)
+        )
+        if version and "horovod" in stack.failures and is_unfit:
             return Finding("broken", f"{version}{build}; does not load, as it needs {title}", f"mend {title} first")
     if "horovod" in stack.failures and is_for_another:
         return Finding("broken", f"{version}{build}{here}, and does not load", REBUILD_HOROVOD)
@@ -307,13 +310,6 @@ def _is_same_mpi(mpirun: str, library: str) -> bool:
     names = [re.sub(r" [\d.]+\w*$", "", text) for text in (mpirun, library)]
     numbers = [re.findall(r" (\d+\.\d+)", text) for text in (mpirun, library)]
     return names[0] == names[1] and (not all(numbers) or numbers[0] == numbers[1])
-
-
-def _is_unfit(stack: Stack, package: str) -> bool:
-    """True if missing, broken or Keras 2."""
-    version = stack.versions.get(package)
-    is_legacy = package == "keras" and bool(version) and not is_within(version or "", KERAS_3)
-    return version is None or package in stack.failures or is_legacy
 
 
 def find_missing(stack: Stack, package: str, remedy: str = SETUP) -> Finding | None:

@@ -126,23 +126,14 @@ def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dic
 
 
 def read_answer(answer: str, ending: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Parse the child's lines, the last perhaps missing. ``ending``: reason of an early end."""
-    found: dict[str, dict[str, Any]] = {}
-    failures: dict[str, str] = {}
-    begun: str | None = None
-    for line in answer.splitlines():
-        values = json.loads(line)
-        begun = values.get("begins")
-        if "found" in values:
-            found[values["ends"]] = values["found"]
-        elif "failure" in values:
-            failures[values["ends"]] = values["failure"]
-    if begun is not None:
-        failures[begun] = shorten(ending)
-    for name in STEPS:
-        if name not in found and name not in failures:
-            failures[name] = f"not tried: {begun} ended the look" if begun else shorten(ending or "not tried")
-    return found, failures
+    """Parse the child's lines. The first package without one ended it; ``ending``: how."""
+    lines = list(map(json.loads, answer.splitlines()))
+    found = {line["name"]: line["found"] for line in lines if "found" in line}
+    failures = {line["name"]: line["failure"] for line in lines if "failure" in line}
+    missing = [name for name in STEPS if name not in found and name not in failures]
+    for name in missing[1:]:
+        failures[name] = f"not tried: {missing[0]} ended the look"
+    return found, failures | {name: shorten(ending or "not tried") for name in missing[:1]}
 
 
 def look_at_hardware(environ: Mapping[str, str]) -> Hardware:

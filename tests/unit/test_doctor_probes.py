@@ -21,9 +21,8 @@ from ringtrain.doctor.table import exit_code
 from ringtrain.runtime.machine import read_memory_limits
 from ringtrain.runtime.world import World
 
-BEGIN = "import json, os, signal, sys, time\nprint(json.dumps({'begins': 'tensorflow'}), flush=True)\n"
-DONE = "print(json.dumps({'ends': 'tensorflow', 'found': {'version': '1'}}), flush=True)\n"
-NEXT = "print(json.dumps({'begins': 'keras'}), flush=True)\n"
+BEGIN = "import json, os, signal, sys, time\n"
+DONE = "print(json.dumps({'name': 'tensorflow', 'found': {'version': '1'}}), flush=True)\n"
 
 
 @pytest.mark.parametrize(
@@ -35,13 +34,13 @@ NEXT = "print(json.dumps({'begins': 'keras'}), flush=True)\n"
     ],
 )
 def test_a_package_that_ends_or_holds_up_its_process_is_named(script: str, failures: dict[str, str]) -> None:
-    found, failed = load_packages([sys.executable, "-c", BEGIN + DONE + NEXT + script], 1.0)
+    found, failed = load_packages([sys.executable, "-c", BEGIN + DONE + script], 1.0)
     assert found == {"tensorflow": {"version": "1"}}
     assert failed == failures | dict.fromkeys(["horovod", "mpi4py"], "not tried: keras ended the look")
 
 
 def test_an_incomplete_answer_is_blamed_on_the_step_in_progress() -> None:
-    answer = '{"begins": "tensorflow"}\n{"ends": "tensorflow", "failure": "ImportError: x"}\n{"begins": "keras"}\n'
+    answer = '{"name": "tensorflow", "failure": "ImportError: x"}\n'
     assert read_answer(answer, "gone")[1] == {
         "tensorflow": "ImportError: x",
         "keras": "gone",

@@ -119,7 +119,11 @@ class Group:
         try:
             while self._popen.poll() is None and not self._is_over():
                 self._select(POLL_SECONDS)
-                self._pass_on_signals()
+                # Signal the ranks directly: a launcher would soon kill them.
+                for number in self._requests.signals[self._num_signals_sent :]:
+                    self._num_signals_sent += 1
+                    note_signal(self._listener)
+                    send(self._pids.values(), number)
                 reap(but=self._popen.pid)
             code = self._popen.poll()
         finally:
@@ -153,13 +157,6 @@ class Group:
         ):
             self._deadline = time.monotonic() + (LAUNCHER_GRACE_SECONDS if self._ends else 0)
         return self._deadline is not None and time.monotonic() >= self._deadline
-
-    def _pass_on_signals(self) -> None:
-        """Signal the ranks directly: a launcher would soon kill them."""
-        for number in self._requests.signals[self._num_signals_sent :]:
-            self._num_signals_sent += 1
-            note_signal(self._listener)
-            send(self._pids.values(), number)
 
     def _hear(self, data: bytes) -> None:
         *lines, self._status = (self._status + data).split(b"\n")

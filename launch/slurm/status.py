@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +86,15 @@ def show(directory: Path) -> int:
 
 def draw(directory: Path) -> Group:
     jobs, note = list_jobs()
-    rows = list(list_rows(directory, jobs))
+    rows: list[list[str]] = []
+    shown = set[Job | None]()
+    for path in sorted(file.parent for place in PLACES for file in directory.glob(place + CONFIG_FILE)):
+        run = read_run(path, str(path.relative_to(directory)) if path != directory else path.name)
+        job = next((job for job in jobs if run.holder and job.number == run.holder.job), None)
+        shown.add(job)
+        rows.append(run.row(job))
+    others = [job for job in jobs if job not in shown and Path(job.directory) == Path.cwd()]
+    rows += [Run(name=job.name).row(job) for job in others]
     if not rows:
         raise UsageError(
             f"there is no run in {str(directory)!r}, and no job was submitted from this directory. Name the directory "
@@ -96,18 +104,6 @@ def draw(directory: Path) -> Group:
     for row in rows:
         table.add_row(*(Text(escape(cell)) for cell in row))
     return Group(table, Text(escape(note))) if note else Group(table)
-
-
-def list_rows(directory: Path, jobs: Sequence[Job]) -> Iterator[list[str]]:
-    shown = set()
-    for path in sorted(file.parent for place in PLACES for file in directory.glob(place + CONFIG_FILE)):
-        run = read_run(path, str(path.relative_to(directory)) if path != directory else path.name)
-        job = next((job for job in jobs if run.holder and job.number == run.holder.job), None)
-        shown.add(job)
-        yield run.row(job)
-    for job in jobs:
-        if job not in shown and Path(job.directory) == Path.cwd():
-            yield Run(name=job.name).row(job)
 
 
 def read_run(path: Path, name: str) -> Run:

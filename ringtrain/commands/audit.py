@@ -15,10 +15,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.errors import EXIT_CODES, ReplicasDifferError, RingtrainError, UsageError
+from ringtrain.files.atomic import replace_text
 from ringtrain.files.bounded import open_regular
 from ringtrain.messages.rules import at_least
 from ringtrain.runtime.world import World
@@ -92,19 +92,13 @@ def main(arguments: Sequence[str], world: World) -> int:
         except SystemExit as end:
             if end.code:
                 raise
-    write_verdict(auditor, options.out)
-    return 0  # the parent process returns the verdict's exit code
-
-
-def write_verdict(auditor: Any, directory: Path) -> None:
     import horovod.tensorflow as hvd
-
-    from ringtrain.files.atomic import replace_text
 
     if not (hvd.is_initialized() or auditor.results):
         raise UsageError("the script never calls ringtrain.keras.init(): each process trains its own model.")
     if not hvd.is_initialized() or hvd.rank() == 0:
         if auditor.results:
-            replace_text(directory / PAGE, auditor.to_page())
+            replace_text(options.out / PAGE, auditor.to_page())
         auditor.show()
-        replace_text(directory / VERDICT, json.dumps(auditor.to_json(), indent=1))
+        replace_text(options.out / VERDICT, json.dumps(auditor.to_json(), indent=1))
+    return 0  # the parent process returns the verdict's exit code

@@ -13,7 +13,6 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from ringtrain.config import OptimizerConfig
@@ -109,11 +108,13 @@ def show_overview(commands: Mapping[str, str]) -> str:
 def show_help(command: type) -> str:
     module, options, texts = sys.modules[command.__module__], find_options(command), read_texts(command)
     columns = min(shutil.get_terminal_size().columns, MAX_COLUMNS)
+    package, _, name = (module.__spec__.name if module.__spec__ else module.__name__).rpartition(".")
+    program = f"python -m {package}" if name == "__main__" else f"{PROGRAM} {name}"
     words = [_place_of(option) for option in options.values() if option.is_word]
     flags = [] if all(option.is_word for option in options.values()) else ["[--NAME VALUE ...]"]
     *purpose, examples = (inspect.getdoc(module) or "").split("\n\n")
     parts = [
-        " ".join([f"usage: {_name_of(module)}", *words, *flags]),
+        " ".join([f"usage: {program}", *words, *flags]),
         textwrap.fill(" ".join(purpose), columns),
         f"examples:\n{textwrap.indent(textwrap.dedent(examples), '  ')}",
     ]
@@ -129,11 +130,6 @@ def value_word(hint: Any) -> str:
     if choice:
         return choice if len(choice) <= LONGEST_CHOICE else "NAME"
     return {int: "N", float: "X", bool: "true|false", str: "NAME"}.get(kind_of(hint)[0], "PATH")
-
-
-def _name_of(module: ModuleType) -> str:
-    package, _, name = (module.__spec__.name if module.__spec__ else module.__name__).rpartition(".")
-    return f"python -m {package}" if name == "__main__" else f"{PROGRAM} {name}"
 
 
 def _place_of(option: Option) -> str:

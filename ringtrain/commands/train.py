@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
@@ -35,14 +34,10 @@ class Options(Settings):
 def main(arguments: Sequence[str], world: World) -> int:
     explicit = parse_arguments(Options, arguments, world)
     if explicit.pop("print_config", False):
-        print_config(explicit, world)
+        check_settings(explicit)
+        _, config = complete(explicit)
+        if world.is_rank0:
+            yaml.safe_dump(to_plain(dataclasses.asdict(config)), sys.stdout, sort_keys=False)
         return RingtrainError.exit_code if has_lost_stdout() else 0
     prepare_and_train(lambda: prepare(explicit, world), world)
     return 0
-
-
-def print_config(explicit: Mapping[str, Any], world: World) -> None:
-    check_settings(explicit)
-    _, config = complete(explicit)
-    if world.is_rank0:
-        yaml.safe_dump(to_plain(dataclasses.asdict(config)), sys.stdout, sort_keys=False)

@@ -39,7 +39,6 @@ class Place:
     path: Path
     offset: int
     num_bytes: int
-    step: int
 
 
 def list_event_files(directory: Path) -> list[Path]:
@@ -50,8 +49,13 @@ def list_event_files(directory: Path) -> list[Path]:
 def read_images(paths: Sequence[Path]) -> dict[str, ImageSet]:
     places: dict[str, dict[int, Place]] = {}
     for path in paths:
-        for name, place in _find_images(path):
-            places.setdefault(name, {})[place.step] = place  # the latest for each step
+        for content, begin, num_bytes in iterate_records(path):
+            if num_bytes > len(PNG) and content.find(PNG, begin, begin + min(num_bytes, HEAD_BYTES)) >= 0:
+                event = parse_event(content[begin : begin + num_bytes])
+                if event is None:
+                    break
+                for value in event.summary.value:  # the latest for each step
+                    places.setdefault(value.tag, {})[event.step] = Place(path, begin, num_bytes)
     return {name: shown for name, at in places.items() if (shown := _read_some(name, at, len(places)))}
 
 
@@ -72,16 +76,6 @@ def choose_evenly(values: Sequence[int], number: int) -> list[int]:
         return list(values[-1:]) if number else []
     count = min(number, len(values))
     return [values[round(place * (len(values) - 1) / (count - 1))] for place in range(count)]
-
-
-def _find_images(path: Path) -> Iterator[tuple[str, Place]]:
-    for content, begin, num_bytes in iterate_records(path):
-        if num_bytes > len(PNG) and content.find(PNG, begin, begin + min(num_bytes, HEAD_BYTES)) >= 0:
-            event = parse_event(content[begin : begin + num_bytes])
-            if event is None:
-                return
-            for value in event.summary.value:
-                yield value.tag, Place(path, begin, num_bytes, event.step)
 
 
 def iterate_records(path: Path) -> Iterator[tuple[mmap.mmap, int, int]]:

@@ -144,7 +144,10 @@ def build_inception(image_shape: tuple[int, int, int], num_classes: int) -> kera
         },
         name="inception",
     )
-    add_weight_decay(model)
+    # ``WEIGHT_DECAY * tf.nn.l2_loss(kernel)``: Keras' L2 lacks the factor 1/2, and keras.applications takes none.
+    for layer in model.layers:
+        if hasattr(layer, "kernel"):
+            layer.kernel_regularizer = layer.kernel.regularizer = keras.regularizers.L2(WEIGHT_DECAY / 2)
     return model
 
 
@@ -172,17 +175,6 @@ def add_auxiliary_classifier(features: keras.KerasTensor, num_classes: int) -> k
 def cut_to(features: keras.KerasTensor, size: int) -> tuple[int, ...]:
     """Limit a kernel size to the features [n, h, w, c]."""
     return tuple(min(size, extent) for extent in features.shape[1:3])
-
-
-def add_weight_decay(model: keras.Model) -> None:
-    """``WEIGHT_DECAY * tf.nn.l2_loss(kernel)``; Keras' L2 lacks the factor 1/2, and keras.applications takes no
-    regularizer.
-    """
-    from keras import regularizers
-
-    for layer in model.layers:
-        if hasattr(layer, "kernel"):
-            layer.kernel_regularizer = layer.kernel.regularizer = regularizers.L2(WEIGHT_DECAY / 2)
 
 
 def smoothed_cross_entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:

@@ -23,15 +23,13 @@ class LocalResponseNormalization(keras.layers.Layer):
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """[..., channels]. Half precision is computed in float32: squares would overflow."""
-        dtype = tf.float64 if inputs.dtype == tf.float64 else tf.float32
-        return tf.cast(self._normalize(tf.cast(inputs, dtype)), inputs.dtype)
-
-    def _normalize(self, inputs: tf.Tensor) -> tf.Tensor:
-        channels = np.arange(inputs.shape[-1])
+        x = inputs if inputs.dtype == tf.float64 else tf.cast(inputs, tf.float32)
+        channels = np.arange(x.shape[-1])
         window = np.abs(channels[:, np.newaxis] - channels) <= self.depth_radius  # [channels, channels]
-        squares = tf.reshape(tf.square(inputs), [-1, len(channels)])  # 2-D: one product instead of one per row
-        sums = tf.reshape(tf.matmul(squares, tf.constant(window, inputs.dtype)), tf.shape(inputs))
-        return inputs * tf.exp(-self.beta * tf.math.log(self.bias + self.alpha * sums))  # four times as fast as tf.pow
+        squares = tf.reshape(tf.square(x), [-1, len(channels)])  # 2-D: one product instead of one per row
+        sums = tf.reshape(tf.matmul(squares, tf.constant(window, x.dtype)), tf.shape(x))
+        scale = tf.exp(-self.beta * tf.math.log(self.bias + self.alpha * sums))  # four times as fast as tf.pow
+        return tf.cast(x * scale, inputs.dtype)
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return input_shape

@@ -201,17 +201,6 @@ def _download_to(archive: Path, download: Download) -> None:
     """Atomic. The caller has the lock."""
     for partial in archive.parent.glob(f".writing-*-{archive.name}"):  # of killed processes
         partial.unlink()
-    with replacing(archive) as file:
-        md5 = _copy(download, file)
-        if md5 != download.md5:
-            raise OSError(
-                f"{download.url} gave {file.tell():,} bytes with the MD5 {md5}, but the published archive has "
-                f"{download.md5}"
-            )
-
-
-def _copy(download: Download, file: BinaryIO) -> str:
-    """Return the MD5."""
     deadline = time.monotonic() + download.limit_s
     digest = hashlib.md5(usedforsecurity=False)  # as published
     try:
@@ -219,11 +208,15 @@ def _copy(download: Download, file: BinaryIO) -> str:
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection
         raise OSError(f"{download.url} gave {error}") from None
-    with response:
+    with response, replacing(archive) as file:
         while block := response.read1(_BLOCK_BYTES):  # partial blocks: the limit holds for slow servers
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{download.url} took more than {download.limit_s:g} s")
             digest.update(block)
             file.write(block)
             activity.move()
-    return digest.hexdigest()
+        if digest.hexdigest() != download.md5:
+            raise OSError(
+                f"{download.url} gave {file.tell():,} bytes with the MD5 {digest.hexdigest()}, but the published "
+                f"archive has {download.md5}"
+            )

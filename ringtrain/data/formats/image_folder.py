@@ -113,13 +113,16 @@ def _create_source(
     files = list(_files(listing))
     reasons = {number: header for number, header in enumerate(headers) if isinstance(header, str)}
     numbers = {name: number for number, name in enumerate(class_names)}
+    fingerprint = hashlib.sha256("\0".join(class_names).encode(errors="surrogateescape"))  # determines the labels
+    for file in files:
+        fingerprint.update(os.fsencode(os.path.relpath(file.path, data_dir)) + b"\0%d\n" % file.num_bytes)
     with tf.device("CPU"):
         return ImageFolderSource(
             paths=tf.constant([os.fsencode(file.path) for file in files]),
             labels=tf.constant([numbers[name] for name, group in listing.items() for _ in group], tf.int64),
             num_samples=len(files),
             class_names=class_names,
-            fingerprint=_fingerprint(data_dir, files, class_names),
+            fingerprint=fingerprint.hexdigest(),
             changed=hashlib.sha256(repr([file.changed_ns for file in files]).encode()).hexdigest(),
             damaged=tuple(BadSample(number, files[number].path, reason) for number, reason in reasons.items()),
             **shape,
@@ -140,13 +143,6 @@ _Listing = dict[str, list[_File]]  # files of each class, both sorted
 
 def _files(listing: _Listing) -> Iterator[_File]:
     return (file for group in listing.values() for file in group)
-
-
-def _fingerprint(data_dir: Path, files: Iterable[_File], class_names: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join(class_names).encode(errors="surrogateescape"))  # determines the labels
-    for file in files:
-        digest.update(os.fsencode(os.path.relpath(file.path, data_dir)) + b"\0%d\n" % file.num_bytes)
-    return digest.hexdigest()
 
 
 def _list_part(folder: Path) -> _Listing:

@@ -167,12 +167,15 @@ def read_request(options: Namespace, flags: Sequence[str], *, max_members: int |
         values["members"] = check_members(options.array, flags, max_members)
     elif options.array_limit is not None:
         raise UsageError("array_limit is given without array. Give --array too, or leave --array_limit out.")
+    variables = tuple((name, value) for name, _, value in (text.partition("=") for text in options.env or ()))
+    if wrong := [text for text in options.env or () if "=" not in text]:
+        raise UsageError(f"env is {wrong[0]!r}; it must be NAME=VALUE.")
     return JobRequest(
         **values,
         mpi=find_mpi(print_line) if options.mpi == "auto" else options.mpi,
         can_requeue=not options.no_requeue,
         modules=tuple(options.module or ()),
-        env=tuple(read_variable(text) for text in options.env or ()),
+        env=variables,
         flags=tuple(flags),
     )
 
@@ -216,13 +219,6 @@ def check_members(array: str, flags: Sequence[str], limit: int | None) -> tuple[
     for member in members:
         check_flags([*flags, *member.flags], what=f"the run '{member}' of the array cannot start")
     return tuple(member.flags for member in members)
-
-
-def read_variable(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"env is {text!r}; it must be NAME=VALUE.")
-    return name, value
 
 
 def advise(request: JobRequest, number: str) -> list[str]:

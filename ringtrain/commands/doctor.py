@@ -142,7 +142,9 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
         ranks = list(map(facts_from_plain, all_gather_object(collective, asdict(facts), name="doctor/facts")))
     on_gpus = all(item.device.startswith("GPU") for item in ranks)
     with tf.device("GPU:0" if on_gpus else "CPU:0"):
-        result = time_sums(collective)
+        seconds, wrong = time_all_reduce(collective, PAYLOAD_BYTES)
+        short_seconds, short_wrong = time_all_reduce(collective, SHORT_BYTES)
+    result = AllReduce(collective.description, seconds, short_seconds, is_right=wrong + short_wrong == 0)
 
     def show_all() -> int:
         said.set()
@@ -151,13 +153,6 @@ def share(collective: Collective, facts: Facts, said: threading.Event) -> int:
     with tf.device("CPU:0"):
         code: int = run_on_rank0(collective, show_all, name="doctor/verdict")
     return code
-
-
-def time_sums(collective: Collective) -> AllReduce:
-    seconds, wrong = time_all_reduce(collective, PAYLOAD_BYTES)
-    short_seconds, short_wrong = time_all_reduce(collective, SHORT_BYTES)
-    is_right = wrong + short_wrong == 0
-    return AllReduce(collective.description, seconds, short_seconds, is_right)
 
 
 def leave_alone(world: World, findings: list[Finding], said: threading.Event) -> NoReturn:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import RunOptions, prepare, read_settings
@@ -20,10 +19,7 @@ from ringtrain.guard.memory import explaining_memory
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.world import World
-from ringtrain.training.joining import Prepared, joined
-
-if TYPE_CHECKING:
-    from ringtrain.collectives import Collective
+from ringtrain.training.joining import joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +34,6 @@ def main(arguments: Sequence[str], world: World) -> int:
     if options.hang_timeout is not None:
         explicit["hang_timeout"] = options.hang_timeout
     prepared = prepare(explicit, world)
-    with joined(prepared, world, command="eval") as (collective, _):
-        evaluate_together(prepared, collective, options)
-    return 0
-
-
-def evaluate_together(prepared: Prepared, collective: Collective, options: Options) -> None:
     from ringtrain.collectives import run_on_rank0
     from ringtrain.run.checkpoint import read_checkpoint
     from ringtrain.run.identity import require_own
@@ -57,15 +47,20 @@ def evaluate_together(prepared: Prepared, collective: Collective, options: Optio
         restore(job, checkpoint)
         return checkpoint.step
 
-    with explaining_lost_ranks(), explaining_memory(prepared.config):
+    with (
+        joined(prepared, world, command="eval") as (collective, _),
+        explaining_lost_ranks(),
+        explaining_memory(prepared.config),
+    ):
         job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
         activity.set_phase(Phase.RESTORE, takes_long=True)
         step = run_on_rank0(collective, restore_on_rank0, name="restore")
         job.step.share_values(collective)
         report = job.evaluate()
-    if report is None:
-        raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.")
-    values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
-    where = f"{options.run}, step {step} ({options.checkpoint})"
-    console = open_console(is_rank0=collective.world.is_rank0)
-    console.line(f"{where}: eval loss = {report.loss:.4g}{values} ({report.samples} samples)")
+        if report is None:
+            raise UsageError(f"{prepared.config.workload!r} has nothing to evaluate on.")
+        values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
+        where = f"{options.run}, step {step} ({options.checkpoint})"
+        console = open_console(is_rank0=world.is_rank0)
+        console.line(f"{where}: eval loss = {report.loss:.4g}{values} ({report.samples} samples)")
+    return 0

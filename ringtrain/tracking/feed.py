@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ringtrain.config import flatten_settings
-from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
-from ringtrain.files.bounded import open_descriptor, open_regular, read_small, require_at_most
+from ringtrain.files.bounded import open_regular, read_small, require_at_most
 from ringtrain.run.directory import (
     CONFIG_FILE,
     MAX_LINE_BYTES,
@@ -38,24 +37,6 @@ MAX_VALUE = 1e300  # of a float
 TAGS: tuple[str, ...] = ("size", "launcher", "git_revision")  # of the ``start`` event
 MAX_TAG = 5000  # characters; MLflow refuses more
 ROWS = 100  # in a message
-
-
-class SenderBusyError(RingtrainError):
-    pass
-
-
-@contextlib.contextmanager
-def locked(path: Path, name: str) -> Iterator[None]:
-    """Raise SenderBusyError while another process sends this run to this tracker."""
-    with open(open_descriptor(path / f".tracker-{name}.lock", os.O_RDWR | os.O_CREAT), "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = f"another process is sending {str(path)!r} to {name}: the run itself, or ringtrain track."
-            raise SenderBusyError(f"{who} Wait until it has ended.") from None
-        except OSError:  # a file system without locks
-            pass
-        yield
 
 
 class Feed:

@@ -6,6 +6,7 @@ A process, since a tracker's package takes seconds to import and may hold Python
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import select
@@ -19,11 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ringtrain.errors import RingtrainError
+from ringtrain.files.bounded import open_descriptor
 from ringtrain.messages.escaping import escape
 from ringtrain.runtime import activity
 from ringtrain.runtime.processes import MEANT_FOR_RANK, PACKAGES
 from ringtrain.tracking.base import DEFAULTS, describe_failure
-from ringtrain.tracking.feed import Feed, SenderBusyError, locked
+from ringtrain.tracking.feed import Feed
 
 if TYPE_CHECKING:
     from ringtrain.tracking.copying import Copy
@@ -33,6 +36,10 @@ LAST_SECONDS, LAST_COPY_SECONDS = 10.0, 50.0  # for the last events and files, w
 GROUP_TRIES = 10
 NICE, COPY_NICE = 19, 10  # about 1 % and 10 % of a core that training wants
 SEND_SECONDS = 120  # of a tracker's call, or a chunk of a file
+
+
+class SenderBusyError(RingtrainError):
+    pass
 
 
 @contextlib.contextmanager
@@ -144,7 +151,15 @@ def open_sender(
     path: Path, name: str, *, begun: float = 0.0, move: Callable[[], object] = lambda: None
 ) -> Iterator[Feed | Copy]:
     """``name``: a tracker, or the address of a store. Raise SenderBusyError while another process sends to it."""
-    with locked(path, "copy" if "://" in name else name):
+    to = "copy" if "://" in name else name
+    with open(open_descriptor(path / f".tracker-{to}.lock", os.O_RDWR | os.O_CREAT), "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = f"another process is sending {str(path)!r} to {to}: the run itself, or ringtrain track."
+            raise SenderBusyError(f"{who} Wait until it has ended.") from None
+        except OSError:  # a file system without locks
+            pass
         if "://" in name:
             from ringtrain.tracking.copying import Copy
 

@@ -14,8 +14,8 @@ from ringtrain.cli import main
 from ringtrain.config import trackers_of
 from ringtrain.errors import UsageError
 from ringtrain.tracking.base import Row, TrackedRun, describe_failure
-from ringtrain.tracking.feed import Feed, SenderBusyError
-from ringtrain.tracking.follower import finish, following, open_sender, start
+from ringtrain.tracking.feed import Feed
+from ringtrain.tracking.follower import SenderBusyError, finish, following, open_sender, start
 
 
 class Memory:

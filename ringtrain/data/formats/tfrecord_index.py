@@ -63,7 +63,7 @@ class Index(NamedTuple):
 
     files: tuple[FileState, ...]
     entries: np.ndarray
-    paths: tuple[Path, ...] = ()
+    paths: tuple[Path, ...]
 
     def describe(self, sample: int) -> str:
         entry = self.entries[sample]
@@ -80,11 +80,17 @@ class Index(NamedTuple):
 
 def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
     """Use a valid cache, or read the files and write the first writable cache."""
-    files = tuple(_state_of(path) for path in paths)
+    states = []
+    for path in paths:
+        with reading(path):
+            status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise file_error(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.")
+        states.append(FileState(path.name, status.st_size, status.st_mtime_ns))
+    files = tuple(states)
     for cache in caches:
-        index = _read_cache(cache, files)
-        if index is not None:
-            return index._replace(paths=tuple(paths))
+        if (known := _read_cache(cache, files)) is not None:
+            return Index(files, known, tuple(paths))
     entries = [scan_file(path, number) for number, path in enumerate(paths)]
     index = Index(files, np.concatenate(entries), tuple(paths))
     for cache in caches:
@@ -92,14 +98,6 @@ def load_index(paths: Sequence[Path], caches: Sequence[Path] = ()) -> Index:
             _write_cache(cache, index)
             break
     return index
-
-
-def _state_of(path: Path) -> FileState:
-    with reading(path):
-        status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise file_error(f"{path} is no regular file. Remove it, or make it again with ringtrain convert.")
-    return FileState(path.name, status.st_size, status.st_mtime_ns)
 
 
 # --- The cache: magic, SHA-256 of the rest, length of the header (8 bytes), header (JSON), entries ---
@@ -117,7 +115,7 @@ def _write_cache(cache: Path, index: Index) -> None:
         file.write(_MAGIC + hashlib.sha256(body).digest() + body)
 
 
-def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
+def _read_cache(cache: Path, files: tuple[FileState, ...]) -> np.ndarray | None:
     header, start = _header(files), len(_MAGIC) + hashlib.sha256().digest_size
     most_records = sum(file.num_bytes for file in files) // (HEADER_BYTES + FOOTER_BYTES)
     try:
@@ -126,10 +124,9 @@ def _read_cache(cache: Path, files: tuple[FileState, ...]) -> Index | None:
         body = content[start:]
         if content[:start] != _MAGIC + hashlib.sha256(body).digest() or not body.startswith(header):
             return None
-        entries = np.frombuffer(body, ENTRY, offset=len(header))
+        return np.frombuffer(body, ENTRY, offset=len(header))
     except (OSError, ValueError):
         return None
-    return Index(files, entries)
 
 
 # --- The scan ---

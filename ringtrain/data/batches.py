@@ -24,6 +24,7 @@ from ringtrain.runtime.world import World
 
 BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_sample skip."
 FindBad = Callable[[np.ndarray], list[BadSample]]
+Explain = Callable[[Exception, int], Exception]
 INDICES, NUMBER = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
 
 
@@ -35,8 +36,11 @@ class Batches(abc.ABC):
     next_local_count = 0  # this rank's samples of the next step
     call_signature: tuple[Any, ...]  # of ``arguments``, for a call that trains many steps
 
-    def __init__(self, element_spec: Any, *, first_step: int, end_step: int) -> None:
-        self.element_spec = element_spec
+    def __init__(
+        self, element_spec: Any, *, first_step: int, end_step: int, explain: Explain = lambda error, step: error
+    ) -> None:
+        """``explain`` converts an error of ``read`` or of the pipeline; the step is from 0."""
+        self.element_spec, self.explain = element_spec, explain
         self._first_step, self._end_step, self._next_step = first_step, end_step, first_step
 
     def begin(self) -> None:  # noqa: B027
@@ -53,10 +57,6 @@ class Batches(abc.ABC):
     @abc.abstractmethod
     def read(self, arguments: tuple[Any, ...], number: tf.Tensor) -> Batch:
         """Read the batch of one of these steps, by its number from 0, in a graph."""
-
-    def explain(self, error: Exception, step: int) -> Exception:
-        """Convert an error of ``read``; ``step`` is from 0."""
-        return error
 
     def skip(self, num_steps: int) -> None:
         """Continue after steps that ``read`` has read."""
@@ -77,13 +77,10 @@ class Batches(abc.ABC):
 class PipelineBatches(Batches):
     """Batches of a tf.data pipeline."""
 
-    def __init__(
-        self, dataset: tf.data.Dataset, *, explain: Callable[[Exception, int], Exception], **steps: int
-    ) -> None:
-        """``explain`` converts a pipeline error; the step is from 0."""
+    def __init__(self, dataset: tf.data.Dataset, **steps: Any) -> None:
         super().__init__(dataset.element_spec, **steps)
         self.call_signature = (tf.data.IteratorSpec(dataset.element_spec),)
-        self._dataset, self._explain = dataset, explain
+        self._dataset = dataset
         self._remaining: Iterator[Batch] = iter(())
 
     def __iter__(self) -> Iterator[Batch]:
@@ -100,9 +97,6 @@ class PipelineBatches(Batches):
 
     def read(self, arguments: tuple[Any, ...], number: tf.Tensor) -> Batch:
         return next(arguments[0])
-
-    def explain(self, error: Exception, step: int) -> Exception:
-        return self._explain(error, step)
 
     def _next_of(self, step: int) -> Batch:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,52 +49,42 @@ class CachedSource(GatherAll):
         self.num_samples, self.fingerprint = source.num_samples, source.fingerprint
         self.damaged = getattr(source, "damaged", ())
         self.num_bytes = layout.num_samples * layout.bytes_per_sample
-        self._source, self._layout, self._arrays = source, layout, arrays
-        self._is_kept, self._has_all = is_kept, bool(is_kept.all())
+        self._source, self._layout, self._arrays, self._is_kept = source, layout, arrays, is_kept
         self._is_writable = all(array.flags.writeable for array in arrays)
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        if self._is_writable:
-            indices = self._keep(indices)
-        elif not self._has_all:
-            indices = _choose(lambda places: places[self._is_kept[places]], indices)
-        return (indices, *self._read(indices))
+        """Read by NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory."""
+        types = [tf.as_dtype(dtype) for _, dtype in self._layout.tensors]
+        with tf.device("CPU"):
+            indices = self._decode_missing(indices) if self._is_writable else indices
+            found, *tensors = tf.numpy_function(self._read, [indices], [tf.int64, *types])
+        found.set_shape([None])
+        for tensor, (shape, _) in zip(tensors, self._layout.tensors, strict=True):
+            tensor.set_shape([None, *shape])
+        return (found, *tf.nest.pack_sequence_as(self._layout.structure, tensors))
 
     def find_bad(self, indices: Iterable[int]) -> list[Any]:
         return self._source.find_bad([index for index in map(int, indices) if not self._is_kept[index]])
 
-    def _keep(self, indices: tf.Tensor) -> tf.Tensor:
-        with tf.device("CPU"):
-            missing = _choose(lambda places: places[~self._is_kept[places]], indices)
+    def _decode_missing(self, indices: tf.Tensor) -> tf.Tensor:
+        """Return ``indices``, when they are stored."""
+        missing = tf.numpy_function(lambda places: places[~self._is_kept[places]], [indices], tf.int64)
+        missing.set_shape([None])
 
-            def decode() -> tf.Tensor:
-                found, x, y = self._source.gather_good(missing)
-                return tf.numpy_function(self._store, [indices, found, *tf.nest.flatten((x, y))], tf.int64)
+        def decode() -> tf.Tensor:
+            found, x, y = self._source.gather_good(missing)
+            return tf.numpy_function(self._store, [indices, found, *tf.nest.flatten((x, y))], tf.int64)
 
-            kept = tf.cond(tf.size(missing) > 0, decode, lambda: tf.identity(indices))
-            kept.set_shape([None])
-            return kept
+        stored = tf.cond(tf.size(missing) > 0, decode, lambda: tf.identity(indices))
+        stored.set_shape([None])
+        return stored
 
     def _store(self, indices: np.ndarray, found: np.ndarray, *values: np.ndarray) -> np.ndarray:
         for array, value in zip(self._arrays, values, strict=True):
             array[found] = value
         self._is_kept[found] = True
-        return indices[self._is_kept[indices]]
+        return indices
 
-    def _read(self, indices: tf.Tensor) -> Any:
-        """Use NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory."""
-        with tf.device("CPU"):
-            types = [tf.as_dtype(dtype) for _, dtype in self._layout.tensors]
-            tensors = tf.numpy_function(self._read_rows, [indices], types)
-        for tensor, (shape, _) in zip(tensors, self._layout.tensors, strict=True):
-            tensor.set_shape([None, *shape])
-        return tf.nest.pack_sequence_as(self._layout.structure, tensors)
-
-    def _read_rows(self, places: np.ndarray) -> list[np.ndarray]:
-        return [np.asarray(array[places]) for array in self._arrays]
-
-
-def _choose(choose: Callable[[np.ndarray], np.ndarray], indices: tf.Tensor) -> tf.Tensor:
-    chosen = tf.numpy_function(choose, [indices], tf.int64)
-    chosen.set_shape([None])
-    return chosen
+    def _read(self, indices: np.ndarray) -> list[np.ndarray]:
+        found = indices[self._is_kept[indices]]
+        return [found, *(np.asarray(array[found]) for array in self._arrays)]

@@ -18,12 +18,8 @@ from .group import GroupEnd, RankEnd
 ERROR_MARK = "ringtrain: "
 SHOWN_LINES = 5
 LOST_RANKS = LostRanksError.status()
-# A restart would fail again.
-FINAL_CODES = {2, 3, 4, 5}
-
-
-def is_final(exit_code: int) -> bool:
-    return exit_code == 0 or exit_code in FINAL_CODES
+# The run is complete, or would fail again after a restart.
+FINAL_CODES = {0, 2, 3, 4, 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +75,7 @@ class Decision(NamedTuple):
 
 
 def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decision:
-    if is_final(attempt.exit_code) or attempt.was_told_to_stop or not max_restarts:
+    if attempt.exit_code in FINAL_CODES or attempt.was_told_to_stop or not max_restarts:
         return Decision(False)
     if attempt.word is not None and attempt.word.stopped_by in ("file", "time"):
         return Decision(False)

@@ -20,7 +20,7 @@ from ringtrain.run.directory import read_config
 from ringtrain.runtime.run_record import DIRECTORY_VARIABLE, EndRecord, StartRecord, clear, read_end, read_run
 
 from .. import PROGRAM
-from ..decision import is_final
+from ..decision import FINAL_CODES
 from ..lines import print_line
 from .controller import ask, find_lost_nodes, submit, without_job
 
@@ -130,7 +130,7 @@ def conclude(ended: Ended) -> str:
 def why_not_again(ended: Ended) -> str | None:
     """Empty if obvious; None: restart."""
     end = ended.end
-    if not ended.has_saved and is_final(ended.exit_code):
+    if not ended.has_saved and ended.exit_code in FINAL_CODES:
         return ""
     if end is not None and ended.has_saved and end.stopped_by not in ("signal", "time"):
         return "Not started again, as somebody wanted it to stop."

@@ -112,7 +112,7 @@ def meet(facts: Facts, said: threading.Event) -> int:
         if not isinstance(error, RingtrainError):
             why = shorten(f"{type(error).__name__}: {error}")
             remedy = "mend what is broken above; if nothing is, try horovodrun --gloo"
-        leave_alone(world, [*judge(facts), cannot_join(why, remedy)], said)
+        leave_alone(world, [*judge(facts), Finding("broken", why, remedy, subject="joining")], said)
     collective.close()
     if code:  # os._exit: the launcher may otherwise end this rank during Python's cleanup, with another code
         leave(code)
@@ -174,14 +174,10 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def cannot_join(why: str, remedy: str) -> Finding:
-    return Finding("broken", why, remedy, subject="joining")
-
-
 def last_words(reason: str, world: World, findings: list[Finding]) -> None:
     if world.is_rank0:
         remedy = "see what the others say, and run python -m ringtrain doctor on each node by itself"
-        show(world, [*findings, cannot_join(reason, remedy)], complete=False)
+        show(world, [*findings, Finding("broken", reason, remedy, subject="joining")], complete=False)
 
 
 def show(world: World, findings: list[Finding], *, complete: bool = True) -> int:

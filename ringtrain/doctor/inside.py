@@ -5,6 +5,7 @@ Broken extensions may crash or hang the interpreter; the parent then blames the 
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -25,12 +26,6 @@ def look_at_tensorflow() -> dict[str, Any]:
 
     cuda = dict(tf.sysconfig.get_build_info()).get("cuda_version")
     return {"version": tf.__version__, "cuda": cuda, "visible_gpus": len(tf.config.list_physical_devices("GPU"))}
-
-
-def look_at_keras() -> dict[str, Any]:
-    import keras
-
-    return {"version": keras.__version__}
 
 
 def look_at_horovod() -> dict[str, Any]:
@@ -65,7 +60,7 @@ def look_at_mpi4py() -> dict[str, Any]:
 # Keys are fields of ``facts.Stack``.
 STEPS: dict[str, Callable[[], dict[str, Any]]] = {
     "tensorflow": look_at_tensorflow,
-    "keras": look_at_keras,
+    "keras": lambda: {"version": importlib.import_module("keras").__version__},
     "horovod": look_at_horovod,  # before mpi4py, as in a run
     "mpi4py": look_at_mpi4py,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,9 +72,18 @@ def find_marks(run: RunRecord) -> tuple[list[Mark], int]:
         step = event.get("step", event.get("first_step", step) if kind == "start" else step)
         if type(step) is not int:
             step = 0
+        if kind == "start" and place > 0:
+            size = event.get("size", "?")
+            ranks = f"{size} rank{'' if size == 1 else 's'}"
+            mark, text = "restart", f"started again on {ranks} from step {event.get('first_step', '?')}"
+        elif kind == "warning":
+            mark, text = "warning", f"{event.get('message', 'a warning without a text')}"
+        elif kind == "end":
+            mark, text = "end" if event.get("exit_code") in (0, 75) else "failure", describe_end(event)
+        else:
+            continue
         elapsed = float(times[place]) if times is not None else None
-        for mark, text in _mark_of(event, is_rank0=place == 0):
-            marks.append(Mark(kind=mark, step=step, elapsed=elapsed, text=text))
+        marks.append(Mark(kind=mark, step=step, elapsed=elapsed, text=text))
     return marks[-MAX_MARKS:], max(0, len(marks) - MAX_MARKS)
 
 
@@ -83,17 +92,6 @@ def describe_end(event: dict[str, Any]) -> str:
     status = str(event.get("status", "ended"))
     text = STATUS_WORDS.get(status, status) + (f", exit code {code}" if code else "")
     return text + (f": {event['message']}" if event.get("message") else "")
-
-
-def _mark_of(event: dict[str, Any], *, is_rank0: bool) -> Iterator[tuple[str, str]]:
-    if event["event"] == "start" and not is_rank0:
-        size = event.get("size", "?")
-        ranks = f"{size} rank{'' if size == 1 else 's'}"
-        yield "restart", f"started again on {ranks} from step {event.get('first_step', '?')}"
-    elif event["event"] == "warning":
-        yield "warning", f"{event.get('message', 'a warning without a text')}"
-    elif event["event"] == "end":
-        yield ("end" if event.get("exit_code") in (0, 75) else "failure"), describe_end(event)
 
 
 def _in_words(name: str) -> str:

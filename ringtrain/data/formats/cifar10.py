@@ -116,7 +116,9 @@ def _read_file(path: Path) -> bytes:
 def _read_archive(path: Path) -> dict[str, bytes]:
     """Only the six names are read; nothing is written to disk."""
     contents: dict[str, bytes] = {}
+    size = "of unknown size"
     try:
+        size = f"{path.stat().st_size:,} bytes"
         with open_regular(path, follows_links=True) as opened, gzip.open(opened) as stream:
             with tarfile.open(fileobj=stream, mode="r|") as archive:
                 for member in archive:
@@ -130,23 +132,16 @@ def _read_archive(path: Path) -> dict[str, bytes]:
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise file_error(
-            f"{path} ({_size_of(path)}) cannot be read as the archive of CIFAR-10: {error}. Remove it to have it "
+            f"{path} ({size}) cannot be read as the archive of CIFAR-10: {error}. Remove it to have it "
             f"downloaded, or put the file from {ARCHIVE_URL} in its place."
         ) from error
     missing = [name for name in FILES if name not in contents]
     if missing:
         raise file_error(
-            f"{path} ({_size_of(path)}) has no file {', '.join(f'{FOLDER_NAME}/{name}' for name in missing)}, which "
+            f"{path} ({size}) has no file {', '.join(f'{FOLDER_NAME}/{name}' for name in missing)}, which "
             f"the archive of CIFAR-10 has. Put the file from {ARCHIVE_URL} in its place."
         )
     return contents
-
-
-def _size_of(path: Path) -> str:
-    try:
-        return f"{path.stat().st_size:,} bytes"
-    except OSError:
-        return "of unknown size"
 
 
 # --- The download ---

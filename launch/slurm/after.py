@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ringtrain.errors import STATUS_WORDS, PreemptedError, UsageError
-from ringtrain.files.atomic import replacing
+from ringtrain.files.atomic import replace_text
 from ringtrain.files.bounded import open_regular, read_bounded
 from ringtrain.run.directory import read_config
 from ringtrain.runtime.run_record import DIRECTORY_VARIABLE, EndRecord, StartRecord, clear, read_end, read_run
@@ -292,8 +292,7 @@ def write_failures(directory: Path, failures: int) -> None:
     if failures:
         with contextlib.suppress(OSError):
             directory.mkdir(exist_ok=True)
-            with replacing(directory / FAILURES_FILE) as file:
-                file.write(str(failures).encode())
+            replace_text(directory / FAILURES_FILE, str(failures))
 
 
 def look(told: Path, *, status: int, max_requeues: int, max_restarts: int) -> Ended:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,29 +88,26 @@ def load_image_folder(
         DataError: a folder is missing, empty, or has unexpected contents; a file cannot be read; sizes or channels
             differ.
     """
-    listings = [_list_part(data_dir / TRAIN_FOLDER)]
-    class_names = tuple(listings[0])
+    parts = [_list_part(data_dir / TRAIN_FOLDER)]
+    class_names = tuple(dict.fromkeys(file.class_name for file in parts[0]))
     evaluation = next((name for name in EVALUATION_FOLDERS if os.path.isdir(data_dir / name)), None)
     if evaluation is not None:
-        listings.append(_list_part(data_dir / evaluation))
-        _check_classes(data_dir / evaluation, tuple(listings[1]), class_names)
-    paths = [[file.path for file in _files(listing)] for listing in listings]
-    headers: list[list[ImageHeader | str]] = [[] for _ in listings]
+        parts.append(_list_part(data_dir / evaluation))
+        _check_classes(data_dir / evaluation, parts[1], class_names)
+    shape: dict[str, Any] = {"is_resized": image_size is not None}
+    headers: list[list[ImageHeader | str]] = [[] for _ in parts]
     if image_size is None:
-        headers = [_read_headers(part) for part in paths]
-        image_shape = _common_shape(data_dir, paths, headers, channels)
+        headers = [_read_headers([file.path for file in files]) for files in parts]
+        shape["image_shape"] = _common_shape(data_dir, parts, headers, channels)
     else:
-        image_shape = (image_size, image_size, channels)
-    shape: dict[str, Any] = {"image_shape": image_shape, "is_resized": image_size is not None}
-    parts = zip(listings, headers, strict=True)
-    sources = [_create_source(data_dir, *part, class_names, **shape) for part in parts]
+        shape["image_shape"] = (image_size, image_size, channels)
+    sources = [_create_source(data_dir, *part, class_names, **shape) for part in zip(parts, headers, strict=True)]
     return sources[0], sources[1] if len(sources) > 1 else None
 
 
 def _create_source(
-    data_dir: Path, listing: _Listing, headers: list[ImageHeader | str], class_names: tuple[str, ...], **shape: Any
+    data_dir: Path, files: list[_File], headers: list[ImageHeader | str], class_names: tuple[str, ...], **shape: Any
 ) -> ImageFolderSource:
-    files = list(_files(listing))
     reasons = {number: header for number, header in enumerate(headers) if isinstance(header, str)}
     numbers = {name: number for number, name in enumerate(class_names)}
     fingerprint = hashlib.sha256("\0".join(class_names).encode(errors="surrogateescape"))  # determines the labels
@@ -119,7 +116,7 @@ def _create_source(
     with tf.device("CPU"):
         return ImageFolderSource(
             paths=tf.constant([os.fsencode(file.path) for file in files]),
-            labels=tf.constant([numbers[name] for name, group in listing.items() for _ in group], tf.int64),
+            labels=tf.constant([numbers[file.class_name] for file in files], tf.int64),
             num_samples=len(files),
             class_names=class_names,
             fingerprint=fingerprint.hexdigest(),
@@ -134,18 +131,13 @@ def _create_source(
 
 class _File(NamedTuple):
     path: str
+    class_name: str
     num_bytes: int
     changed_ns: int
 
 
-_Listing = dict[str, list[_File]]  # files of each class, both sorted
-
-
-def _files(listing: _Listing) -> Iterator[_File]:
-    return (file for group in listing.values() for file in group)
-
-
-def _list_part(folder: Path) -> _Listing:
+def _list_part(folder: Path) -> list[_File]:
+    """Sorted by class and name."""
     if not os.path.isdir(folder):
         raise file_error(
             f"the folder {folder} does not exist; an image folder contains one folder per class, as "
@@ -161,8 +153,7 @@ def _list_part(folder: Path) -> _Listing:
             "name another place with --data_dir."
         )
     with ThreadPoolExecutor(IO_THREADS) as threads:
-        groups = threads.map(_list_class, [Path(entry.path) for entry in entries])
-        return {entry.name: group for entry, group in zip(entries, groups, strict=True)}
+        return list(itertools.chain(*threads.map(_list_class, [Path(entry.path) for entry in entries])))
 
 
 def _list_class(folder: Path) -> list[_File]:
@@ -180,8 +171,8 @@ def _list_class(folder: Path) -> list[_File]:
     for entry in entries:
         if not os.access(entry.path, os.R_OK):
             raise file_error(f"{entry.path} cannot be read. Check the file and its permissions.")
-    stats = [entry.stat() for entry in entries]
-    return [_File(entry.path, stat.st_size, stat.st_mtime_ns) for entry, stat in zip(entries, stats, strict=True)]
+    stats = [(entry.path, entry.stat()) for entry in entries]
+    return [_File(path, folder.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 _REMEDY = "Move what does not belong there to another place; names that begin with a dot are ignored."
@@ -197,8 +188,9 @@ def _count_of(names: Sequence[str]) -> str:
     return f"{names[0]!r}" if len(names) == 1 else f"{len(names):,} such things as {names[0]!r}"
 
 
-def _check_classes(folder: Path, names: tuple[str, ...], train_names: tuple[str, ...]) -> None:
-    unknown = [name for name in names if name not in set(train_names)]
+def _check_classes(folder: Path, files: Sequence[_File], train_names: tuple[str, ...]) -> None:
+    known = set(train_names)
+    unknown = [file.class_name for file in files if file.class_name not in known]
     if unknown:
         raise file_error(
             f"{folder} holds the class {unknown[0]!r}, which {TRAIN_FOLDER}/ does not: nothing would train it. "
@@ -226,13 +218,13 @@ def _read_header(path: str) -> ImageHeader | str:
 
 
 def _common_shape(
-    data_dir: Path, paths: Sequence[Sequence[str]], headers: Sequence[Sequence[ImageHeader | str]], channels: int
+    data_dir: Path, parts: Sequence[Sequence[_File]], headers: Sequence[Sequence[ImageHeader | str]], channels: int
 ) -> tuple[int, int, int]:
-    both = zip(itertools.chain(*paths), itertools.chain(*headers), strict=True)
-    images = [(path, header) for path, header in both if not isinstance(header, str)]
+    both = zip(itertools.chain(*parts), itertools.chain(*headers), strict=True)
+    images = [(file.path, header) for file, header in both if not isinstance(header, str)]
     if not images:
         raise file_error(
-            f"no file in {data_dir} is an image. The first, {paths[0][0]}: {headers[0][0]}. Check their origin."
+            f"no file in {data_dir} is an image. The first, {parts[0][0].path}: {headers[0][0]}. Check their origin."
         )
     first_path, first = images[0]
     expected = first._replace(channels=channels)

@@ -175,7 +175,7 @@ def test_of_a_step_that_is_there_twice_the_later_counts() -> None:
 )
 def test_thinning_keeps_the_extremes_of_each_interval(values: list[float], strides: list[int], max_points: int) -> None:
     steps, logged = np.cumsum(strides[: len(values)]).astype(float), np.array(values)
-    curve = thin(steps, None, logged, max_points=max_points)
+    curve = thin(steps, steps, logged, max_points=max_points)
     assert len(curve.steps) <= max_points
     assert curve.steps[-1] == steps[-1]
     before = -1.0

@@ -34,7 +34,7 @@ class JobRequest:
 
     nodes: int = option(MISSING, "nodes of the job", "N")
     spare_nodes: int = option(0, "more nodes, each to replace a lost one (default: 0)", "N")
-    gpus_per_node: int | None = option(None, "GPUs of each node, one for each rank", "N")  # None or 0: train on CPUs
+    gpus_per_node: int = option(0, "GPUs of each node, one for each rank", "N")
     ranks_per_node: int | None = option(None, "ranks on each node (default: as many as GPUs)", "N")
     cpus_per_rank: int = option(1, "cores of each rank, to compute or to feed its GPU (default: 1)", "N")
     time: str | None = option(
@@ -78,12 +78,8 @@ class JobRequest:
             )
 
     @property
-    def num_gpus_per_node(self) -> int:
-        return self.gpus_per_node or 0
-
-    @property
     def num_ranks_per_node(self) -> int:
-        return self.ranks_per_node or self.num_gpus_per_node
+        return self.ranks_per_node or self.gpus_per_node
 
     @property
     def program(self) -> list[str]:
@@ -97,7 +93,7 @@ class JobRequest:
         for name, value, least in (
             ("nodes", self.nodes, 1),
             ("spare_nodes", self.spare_nodes, 0),
-            ("gpus_per_node", self.num_gpus_per_node, 0),
+            ("gpus_per_node", self.gpus_per_node, 0),
             ("ranks_per_node", self.num_ranks_per_node, 0),
             ("cpus_per_rank", self.cpus_per_rank, 1),
             ("signal_seconds", self.signal_seconds, 1),
@@ -113,9 +109,9 @@ class JobRequest:
                 "neither gpus_per_node nor ranks_per_node says how many ranks each node has. Give --gpus_per_node G "
                 "(one rank for each GPU), or --ranks_per_node R to compute on the cores."
             )
-        if self.num_gpus_per_node and self.num_ranks_per_node != self.num_gpus_per_node:
+        if self.gpus_per_node and self.num_ranks_per_node != self.gpus_per_node:
             raise UsageError(
-                f"ranks_per_node is {self.num_ranks_per_node} and gpus_per_node is {self.num_gpus_per_node}; each rank "
+                f"ranks_per_node is {self.num_ranks_per_node} and gpus_per_node is {self.gpus_per_node}; each rank "
                 "takes one GPU, so the two must be equal. Give --gpus_per_node alone."
             )
 

@@ -148,8 +148,8 @@ def choose_work(options: Options) -> tuple[Work, int, list[str]]:
         changes["shapes"] = uniform(options.parameters)
     if options.run is None:
         return Work(**changes), options.samples or 0, ["step, batch and parameters as given, on one device"]
-    measured = measure(options.run)
-    return replace(measured.work, **changes), options.samples or measured.samples, measured.notes
+    work, samples, notes = measure(options.run)
+    return replace(work, **changes), options.samples or samples, notes
 
 
 def format_row(row: Mapping[str, Forecast], devices_per_node: int, samples: int) -> tuple[str, ...]:

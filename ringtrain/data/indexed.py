@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.sources import BadSample, Feed, GatherAll, Pass, bytes_of
+from ringtrain.data.sources import Feed, GatherAll, Pass, bytes_of
 from ringtrain.data.tf_data import feed_of
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -201,14 +201,10 @@ class IndexedSource(GatherAll):
         x, y = tf.nest.pack_sequence_as(self._structure, leaves)
         return good, x, y
 
-    def find_bad(self, indices: Any) -> list[BadSample]:
-        found = ((int(number), self._read(int(number))) for number in indices)
-        name = type(self._samples).__name__
-        return [
-            BadSample(number, f"of the {name}", describe_defect(sample).rstrip("."))
-            for number, sample in found
-            if isinstance(sample, Exception)
-        ]
+    def why_bad(self, number: int) -> tuple[str, str] | None:
+        sample = self._read(number)
+        is_bad = isinstance(sample, Exception)
+        return (f"of the {type(self._samples).__name__}", describe_defect(sample).rstrip(".")) if is_bad else None
 
     def _read_good(self, numbers: Any) -> list[Any]:
         columns = [np.empty((len(numbers), *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]

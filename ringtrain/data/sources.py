@@ -60,7 +60,7 @@ class FallibleSource(Source, Protocol):
 
 
 class GatherAll:
-    """``gather`` of a FallibleSource, by its ``gather_good``."""
+    """``gather`` of a FallibleSource, by its ``gather_good``, and ``find_bad``."""
 
     def gather(self: Any, indices: tf.Tensor) -> tuple[Any, Any]:
         """Fail if samples are corrupt, and name them."""
@@ -72,6 +72,10 @@ class GatherAll:
             whole = tf.cond(is_whole, lambda: good, lambda: tf.numpy_function(self._fail, [indices, good], tf.int64))
         with tf.control_dependencies([whole]):
             return tf.nest.map_structure(tf.identity, (x, y))
+
+    def find_bad(self: Any, indices: Any) -> list[BadSample]:
+        """By ``why_bad``: of a corrupt sample its location and the error; None of another."""
+        return [BadSample(number, *why) for number in map(int, indices) if (why := self.why_bad(number))]
 
     def _fail(self: Any, indices: np.ndarray, good: np.ndarray) -> np.ndarray:
         raise DataError(describe_bad(name_bad(np.setdiff1d(indices, good), self.find_bad)))

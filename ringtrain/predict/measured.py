@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
 from ringtrain.errors import UsageError
@@ -15,15 +14,8 @@ MIN_INTERVALS = 2  # of the log, after the first, which holds the compilation
 UNIFORM_VARIABLES = 50  # for a number of parameters alone
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    work: Work
-    samples: int  # of the whole training
-    notes: list[str]
-
-
-def measure(path: Path) -> Measured:
-    """Raise UsageError for a run without enough measurements."""
+def measure(path: Path) -> tuple[Work, int, list[str]]:
+    """Return work, samples of the whole training, and notes. Raise UsageError without enough measurements."""
     run = read_run(path)
     start = run.of_kind("start")[-1] if run.of_kind("start") else {}
     intervals = steady_intervals(run.events)
@@ -52,7 +44,7 @@ def measure(path: Path) -> Measured:
         save_sec=statistics.median(saves) if saves else 0.0,
         save_every=run.settings.get("checkpoint_every") or 0,
     )
-    return Measured(work=work, samples=int(start.get("total_steps", 0) * batch_size), notes=notes)
+    return work, int(start.get("total_steps", 0) * batch_size), notes
 
 
 def uniform(parameters: int) -> list[list[int]]:

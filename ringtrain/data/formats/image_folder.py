@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,16 +54,14 @@ class ImageFolderSource(GatherAll):
             found, images = decode_batch(self._decode, paths, indices, image_shape=self.image_shape)
             return found, images, tf.gather(self.labels, found)
 
-    def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
-        found = []
-        for index in map(int, indices):
-            with tf.device("CPU"):
-                path = self.paths[index]
-                try:
-                    self._decode(path)
-                except (tf.errors.OpError, ValueError) as error:  # ValueError: another shape
-                    found.append(BadSample(index, path.numpy().decode(errors="replace"), reason_of(error)))
-        return found
+    def why_bad(self, index: int) -> tuple[str, str] | None:
+        with tf.device("CPU"):
+            path = self.paths[index]
+            try:
+                self._decode(path)
+            except (tf.errors.OpError, ValueError) as error:  # ValueError: another shape
+                return path.numpy().decode(errors="replace"), reason_of(error)
+        return None
 
     def _decode(self, path: tf.Tensor) -> tf.Tensor:
         """uint8 [h, w, c]."""

@@ -12,7 +12,6 @@ import hashlib
 import os
 import weakref
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from ringtrain.data.formats import file_error
 from ringtrain.data.formats.decoding import decode_batch, decode_image, reason_of, resize_middle
 from ringtrain.data.formats.image_folder import EVALUATION_FOLDERS, TRAIN_FOLDER, Channels
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
-from ringtrain.data.sources import BadSample, GatherAll
+from ringtrain.data.sources import GatherAll
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
 from ringtrain.files.bounded import read_bounded
@@ -188,16 +187,14 @@ class TFRecordSource(GatherAll):
             found, images = self._decode(records, indices)
             return found, images, tf.gather(self._labels, found)
 
-    def find_bad(self, indices: Iterable[int]) -> list[BadSample]:
-        found = []
-        for index in map(int, indices):
-            try:
-                with tf.device("CPU"):
-                    self._decode_one(self._stored_in(tf.constant([self._read_record(index)]))[0])
-            except (DataError, ValueError, tf.errors.OpError) as error:  # ValueError: another shape
-                reason = str(error) if isinstance(error, DataError) else f"cannot be decoded: {reason_of(error)}"
-                found.append(BadSample(index, self._index.describe(index), reason))
-        return found
+    def why_bad(self, index: int) -> tuple[str, str] | None:
+        try:
+            with tf.device("CPU"):
+                self._decode_one(self._stored_in(tf.constant([self._read_record(index)]))[0])
+        except (DataError, ValueError, tf.errors.OpError) as error:  # ValueError: another shape
+            reason = str(error) if isinstance(error, DataError) else f"cannot be decoded: {reason_of(error)}"
+            return self._index.describe(index), reason
+        return None
 
     # --- Reading, on the host ---
 

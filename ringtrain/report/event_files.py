@@ -34,11 +34,7 @@ class ImageSet:
     num_steps: int  # with images
 
 
-@dataclass(frozen=True)
-class Place:
-    path: Path
-    offset: int
-    num_bytes: int
+Place = tuple[Path, int, int]  # of a record: file, offset, bytes
 
 
 def list_event_files(directory: Path) -> list[Path]:
@@ -55,15 +51,14 @@ def read_images(paths: Sequence[Path]) -> dict[str, ImageSet]:
                 if event is None:
                     break
                 for value in event.summary.value:  # the latest for each step
-                    places.setdefault(value.tag, {})[event.step] = Place(path, begin, num_bytes)
+                    places.setdefault(value.tag, {})[event.step] = (path, begin, num_bytes)
     return {name: shown for name, at in places.items() if (shown := _read_some(name, at, len(places)))}
 
 
 def _read_some(name: str, places: Mapping[int, Place], num_names: int) -> ImageSet | None:
     steps = sorted(places)
-    budget = MAX_SHOWN_BYTES // num_names
-    last_bytes = max(places[step].num_bytes for step in steps)
-    wanted = choose_evenly(steps, min(MAX_SHOWN_STEPS, budget // last_bytes))
+    most_bytes = max(num_bytes for _, _, num_bytes in places.values())
+    wanted = choose_evenly(steps, min(MAX_SHOWN_STEPS, MAX_SHOWN_BYTES // num_names // most_bytes))
     read = [(step, images) for step in wanted if (images := _read_pngs(places[step], name))]
     if not read:
         return None
@@ -96,13 +91,12 @@ def iterate_records(path: Path) -> Iterator[tuple[mmap.mmap, int, int]]:
 
 
 def _read_pngs(place: Place, name: str) -> list[str]:
-    with open_regular(place.path) as file:
-        file.seek(place.offset)
-        event = parse_event(file.read(place.num_bytes))
-    pngs: list[bytes] = []
-    for value in event.summary.value if event else ():
-        if value.tag == name:
-            pngs = [item for item in value.tensor.string_val[2:] if item.startswith(PNG)]  # after width and height
+    path, offset, num_bytes = place
+    with open_regular(path) as file:
+        file.seek(offset)
+        event = parse_event(file.read(num_bytes))
+    tensors = [value.tensor.string_val for value in (event.summary.value if event else ()) if value.tag == name]
+    pngs = [item for item in tensors[-1][2:] if item.startswith(PNG)] if tensors else []  # after width and height
     return [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in pngs[:MAX_IMAGES]]
 
 

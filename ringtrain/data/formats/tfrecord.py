@@ -30,6 +30,7 @@ CLASSES_FILE = "classes.txt"
 MAX_CLASSES_BYTES = 64 * 2**20
 _PATTERNS = ("{}.tfrecord", "{}-*.tfrecord", "{}-*-of-*")
 _MAX_OPEN_FILES = 64
+Shape = tuple[int, int, int]
 
 
 def load_tfrecords(
@@ -72,7 +73,7 @@ def load_tfrecords(
         num_classes = num_classes or 1 + int(index.entries["label"].max())  # from the training samples
         _check_labels(index, num_classes, class_names, must_have_all=name == "train")
         train_shape = sources[0].image_shape if sources else None
-        sources.append(_create_source(index, image_size, channels, train_shape, num_classes))
+        sources.append(TFRecordSource(index, image_size, channels, train_shape, num_classes))
     return sources[0], sources[1] if len(sources) > 1 else None
 
 
@@ -119,10 +120,10 @@ def _check_labels(index: Index, num_classes: int, class_names: list[str], *, mus
         )
 
 
-def _create_source(
-    index: Index, image_size: int | None, channels: int, train_shape: tuple[int, int, int] | None, num_classes: int
-) -> TFRecordSource:
-    """Unconverted images must have one shape, ``train_shape`` for evaluation."""
+def _find_stored_shape(
+    index: Index, image_size: int | None, channels: int, train_shape: Shape | None
+) -> tuple[bool, Shape | None]:
+    """Return if images are raw, and their shape unless they are converted: one, ``train_shape`` for evaluation."""
     entries = index.entries
     known = np.flatnonzero((entries["kind"] != DAMAGED) & (entries["height"] > 0))
     if not len(known):
@@ -144,12 +145,7 @@ def _create_source(
                 f"{_shape_text(first)}; all must be {rule}. Bring them to one form, or have encoded ones resized and "
                 "converted with --options.image_size."
             )
-    stored_shape = (fixed["height"], fixed["width"], channels) if "height" in fixed else None
-    image_shape = (image_size, image_size, channels) if image_size else stored_shape
-    assert image_shape is not None  # one of them is known
-    return TFRecordSource(
-        index, is_raw=is_raw, stored_shape=stored_shape, image_shape=image_shape, num_classes=num_classes
-    )
+    return is_raw, (fixed["height"], fixed["width"], channels) if "height" in fixed else None
 
 
 def _shape_text(entry: np.void) -> str:
@@ -161,18 +157,14 @@ class TFRecordSource(GatherAll):
     """Images uint8 [n, h, w, c] and labels int64 [n], from ``load_tfrecords``."""
 
     def __init__(
-        self,
-        index: Index,
-        *,
-        is_raw: bool,
-        stored_shape: tuple[int, int, int] | None,
-        image_shape: tuple[int, int, int],
-        num_classes: int,
+        self, index: Index, image_size: int | None, channels: int, train_shape: Shape | None, num_classes: int
     ) -> None:
+        self._is_raw, self._stored_shape = _find_stored_shape(index, image_size, channels, train_shape)
+        image_shape = (image_size, image_size, channels) if image_size else self._stored_shape
+        assert image_shape is not None  # one of them is known
         self.num_samples = len(index.entries)  # including damaged ones
-        self.image_shape, self.num_classes = image_shape, num_classes
+        self.image_shape, self.num_classes, self._index = image_shape, num_classes, index
         self.fingerprint = hashlib.sha256(f"{index.fingerprint} {image_shape}".encode()).hexdigest()
-        self._index, self._is_raw, self._stored_shape = index, is_raw, stored_shape
         self._open = functools.lru_cache(_MAX_OPEN_FILES)(_OpenFile)  # keeps recently used files open
         with tf.device("CPU"):
             self.paths = tf.constant([os.fsencode(path) for path in index.paths])  # [files]
@@ -184,8 +176,12 @@ class TFRecordSource(GatherAll):
             records, indices = tf.numpy_function(self._read, [indices], (tf.string, tf.int64))
             records.set_shape([None])
             indices.set_shape([None])
-            found, images = self._decode(records, indices)
-            return found, images, tf.gather(self._labels, found)
+            stored = self._stored_in(records)
+            if self._is_raw and self._stored_shape == self.image_shape:
+                images = tf.reshape(tf.io.decode_raw(stored, tf.uint8), [-1, *self.image_shape])
+            else:
+                indices, images = decode_batch(self._decode_one, stored, indices, image_shape=self.image_shape)
+            return indices, images, tf.gather(self._labels, indices)
 
     def why_bad(self, index: int) -> tuple[str, str] | None:
         try:
@@ -230,13 +226,6 @@ class TFRecordSource(GatherAll):
     def _stored_in(self, records: tf.Tensor) -> tf.Tensor:
         name = "image/raw" if self._is_raw else "image/encoded"
         return tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.string)})[name]
-
-    def _decode(self, records: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the indices of images that can be decoded, and uint8 [n, h, w, c]."""
-        stored = self._stored_in(records)
-        if self._is_raw and self._stored_shape == self.image_shape:
-            return indices, tf.reshape(tf.io.decode_raw(stored, tf.uint8), [-1, *self.image_shape])
-        return decode_batch(self._decode_one, stored, indices, image_shape=self.image_shape)
 
     def _decode_one(self, stored: tf.Tensor) -> tf.Tensor:
         """[h, w, c]."""

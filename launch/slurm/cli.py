@@ -163,8 +163,18 @@ def read_request(options: Namespace, flags: Sequence[str], *, max_members: int |
     check_flags(flags)
     values = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
     if options.array is not None:
-        values = {"output": "%x-%A_%a.out"} | values
-        values["members"] = check_members(options.array, flags, max_members)
+        if flags and flags[0] != "train" and not flags[0].startswith("-"):
+            raise UsageError(
+                f"array is for runs of workloads, and what follows -- begins with {flags[0]!r}. Leave it out."
+            )
+        members = read_members(options.array, flags)
+        if max_members is not None and len(members) > max_members:
+            raise UsageError(
+                f"array has {len(members):,} runs, and this site's MaxArraySize is {max_members:,}. Submit it in parts."
+            )
+        for member in members:
+            check_flags([*flags, *member.flags], what=f"the run '{member}' of the array cannot start")
+        values = {"output": "%x-%A_%a.out", **values, "members": tuple(member.flags for member in members)}
     elif options.array_limit is not None:
         raise UsageError("array_limit is given without array. Give --array too, or leave --array_limit out.")
     variables = tuple((name, value) for name, _, value in (text.partition("=") for text in options.env or ()))
@@ -206,19 +216,6 @@ def check_flags(flags: Sequence[str], *, what: str = "what follows -- is for rin
     except UsageError as error:
         message = str(error).removesuffix("See --help.").strip()
         raise UsageError(f"{what}: {message} See {TRAIN_HELP}.") from None
-
-
-def check_members(array: str, flags: Sequence[str], limit: int | None) -> tuple[tuple[str, ...], ...]:
-    if flags and flags[0] != "train" and not flags[0].startswith("-"):
-        raise UsageError(f"array is for runs of workloads, and what follows -- begins with {flags[0]!r}. Leave it out.")
-    members = read_members(array, flags)
-    if limit is not None and len(members) > limit:
-        raise UsageError(
-            f"array has {len(members):,} runs, and this site's MaxArraySize is {limit:,}. Submit it in parts."
-        )
-    for member in members:
-        check_flags([*flags, *member.flags], what=f"the run '{member}' of the array cannot start")
-    return tuple(member.flags for member in members)
 
 
 def advise(request: JobRequest, number: str) -> list[str]:

@@ -124,14 +124,6 @@ def show_help(command: type) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def value_word(hint: Any) -> str:
-    """Return N, X, NAME, PATH or the choices."""
-    choice = "|".join(get_args(hint)) if get_origin(hint) is Literal else ""
-    if choice:
-        return choice if len(choice) <= LONGEST_CHOICE else "NAME"
-    return {int: "N", float: "X", bool: "true|false", str: "NAME"}.get(kind_of(hint)[0], "PATH")
-
-
 def _place_of(option: Option) -> str:
     """RUN, [FILE], or RUN [RUN ...]."""
     word = option.name.upper()
@@ -149,12 +141,15 @@ def _grouped(options: Mapping[str, Option]) -> Iterator[tuple[str, list[Option]]
 
 
 def _describe(option: Option, text: str, columns: int) -> list[str]:
-    head = f"--{option.name} {value_word(option.hint)}"
+    choices = "|".join(get_args(option.hint)) if get_origin(option.hint) is Literal else ""
+    kinds = {int: "N", float: "X", bool: "true|false", str: "NAME"}
+    value = choices if 0 < len(choices) <= LONGEST_CHOICE else kinds.get(kind_of(option.hint)[0], "PATH")
+    head = f"--{option.name} {value}"
     if option.is_word:
         head = option.name.upper().removesuffix("S")
     elif get_origin(option.hint) is dict:
         head = f"--{option.name}.NAME VALUE"
-    elif get_origin(option.hint) is Literal and head.endswith(" NAME"):
+    elif len(choices) > LONGEST_CHOICE:
         text += f": {', '.join(get_args(option.hint))}"
     if (default := option.default) not in (None, "", dataclasses.MISSING):
         shown = f"{default:g}" if isinstance(default, float) else str(default)

@@ -240,7 +240,7 @@ class IndexedSource(GatherAll):
         """Return flat arrays, or the exception."""
         import tensorflow as tf
 
-        from ringtrain.data.element_spec import as_arrays
+        from ringtrain.data.streaming import as_arrays
 
         try:
             sample = self._samples[number]

@@ -15,7 +15,6 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.data.augment import sample_keys
 from ringtrain.data.graph_code import graph_code
-from ringtrain.data.iterator_state import NO_STATE, IteratorState, IteratorStates
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import (
     Augment,
@@ -28,6 +27,7 @@ from ringtrain.data.pipeline import (
     own_errors,
 )
 from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, bytes_of, replay
+from ringtrain.data.tf_data import NO_STATE, IteratorState, IteratorStates
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.log import LOG

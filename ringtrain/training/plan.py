@@ -14,11 +14,11 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
 from ringtrain.data.batches import ArrayBatches, Batches, CountedBatches, PipelineBatches, explain_bad
-from ringtrain.data.iterator_state import NO_STATE
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Augment, local_batches
 from ringtrain.data.sources import ArraySource, FallibleSource, Feed, Source, is_fallible
 from ringtrain.data.streaming import streaming_batches
+from ringtrain.data.tf_data import NO_STATE
 from ringtrain.errors import UsageError
 from ringtrain.step.schedule import LearningRate
 from ringtrain.workloads.base import Workload

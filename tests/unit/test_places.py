@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from ringtrain.data.iterator_state import (
+from ringtrain.data.sources import Feed
+from ringtrain.data.tf_data import (
     EVERY_STEPS,
     MAX_STATE_BYTES,
     MOST_READ_AHEAD,
@@ -15,9 +16,9 @@ from ringtrain.data.iterator_state import (
     NUM_KEPT,
     IteratorState,
     IteratorStates,
+    buffered_bytes,
+    count_ahead,
 )
-from ringtrain.data.sources import Feed
-from ringtrain.data.tf_data import buffered_bytes, count_ahead
 
 LONG_PASS = 10 * EVERY_STEPS
 

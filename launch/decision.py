@@ -6,7 +6,6 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ringtrain.errors import EXIT_CODES, HangError, PreemptedError
 from ringtrain.guard.lost import LostRanksError
@@ -69,28 +68,27 @@ class Attempt:
         return 0 if self.group.is_complete else 1
 
 
-class Decision(NamedTuple):
-    restarts: bool
-    reason: str = ""
-
-
-def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> Decision:
-    if attempt.exit_code in FINAL_CODES or attempt.was_told_to_stop or not max_restarts:
-        return Decision(False)
-    if attempt.word is not None and attempt.word.stopped_by in ("file", "time"):
-        return Decision(False)
+def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> tuple[bool, str]:
+    """Return if to restart, and why or why not; empty if obvious."""
+    stopped_by = attempt.word.stopped_by if attempt.word else None
+    if (
+        attempt.exit_code in FINAL_CODES
+        or attempt.was_told_to_stop
+        or stopped_by in ("file", "time")
+        or not max_restarts
+    ):
+        return False, ""
     if not attempt.group.num_started:
-        return Decision(False, f"{attempt.group.launcher} started no rank: no restart")
+        return False, f"{attempt.group.launcher} started no rank: no restart"
     if num_restarts and attempt.last_step <= attempt.first_step:
-        return Decision(
-            False,
+        return False, (
             f"restart {num_restarts} saved no checkpoint after that of step {attempt.first_step}: another one "
-            "would end so as well. A smaller --checkpoint_every saves more often",
+            "would end so as well. A smaller --checkpoint_every saves more often"
         )
     if num_restarts >= max_restarts:
-        return Decision(False, f"all {max_restarts} restarts are used up")
+        return False, f"all {max_restarts} restarts are used up"
     place = f"the checkpoint of step {attempt.last_step}" if attempt.last_step else "the beginning"
-    return Decision(True, f"restart {num_restarts + 1} of {max_restarts}, from {place}")
+    return True, f"restart {num_restarts + 1} of {max_restarts}, from {place}"
 
 
 def explain(attempt: Attempt) -> list[str]:

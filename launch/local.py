@@ -106,9 +106,9 @@ def supervise(
         run, last_step = attempt.run or run, attempt.last_step
         # It would start a second run.
         allowed = 0 if is_script(flags) and begins_anew(read_run(listener)) else max_restarts
-        decision = decide(attempt, num_restarts=num_restarts, max_restarts=allowed)
-        print_line(*explain(attempt), *([decision.reason] if decision.reason else []))
-        if not decision.restarts:
+        restarts, reason = decide(attempt, num_restarts=num_restarts, max_restarts=allowed)
+        print_line(*explain(attempt), *([reason] if reason else []))
+        if not restarts:
             return attempt.exit_code
         num_restarts += 1
 

@@ -84,11 +84,10 @@ def test_the_exit_code_is_the_run_s_or_the_first_failed_rank_s(ended: Attempt, e
     ],
 )
 def test_a_crash_restarts_from_the_latest_checkpoint(ended: Attempt) -> None:
-    decision = decide(ended, num_restarts=1, max_restarts=2)
-    assert decision.restarts
-    assert decision.reason == "restart 2 of 2, from the checkpoint of step 40"
-    assert not decide(ended, num_restarts=0, max_restarts=0).restarts
-    assert decide(ended, num_restarts=2, max_restarts=2).reason == "all 2 restarts are used up"
+    restart = "restart 2 of 2, from the checkpoint of step 40"
+    assert decide(ended, num_restarts=1, max_restarts=2) == (True, restart)
+    assert decide(ended, num_restarts=0, max_restarts=0) == (False, "")
+    assert decide(ended, num_restarts=2, max_restarts=2) == (False, "all 2 restarts are used up")
 
 
 @pytest.mark.parametrize(
@@ -104,18 +103,18 @@ def test_a_crash_restarts_from_the_latest_checkpoint(ended: Attempt) -> None:
     ],
 )
 def test_completed_requested_and_permanent_ends_do_not_restart(ended: Attempt) -> None:
-    assert not decide(ended, num_restarts=0, max_restarts=5).restarts
+    assert not decide(ended, num_restarts=0, max_restarts=5)[0]
 
 
 def test_the_first_restart_may_come_before_the_first_checkpoint() -> None:
     decision = decide(attempt(rank_end(1, 1), first_step=0, last_step=0), num_restarts=0, max_restarts=5)
-    assert decision == type(decision)(restarts=True, reason="restart 1 of 5, from the beginning")
+    assert decision == (True, "restart 1 of 5, from the beginning")
 
 
 def test_a_restart_without_progress_ends_the_loop() -> None:
-    decision = decide(attempt(rank_end(1, 1), last_step=20), num_restarts=1, max_restarts=5)
-    assert not decision.restarts
-    assert decision.reason == (
+    restarts, reason = decide(attempt(rank_end(1, 1), last_step=20), num_restarts=1, max_restarts=5)
+    assert not restarts
+    assert reason == (
         "restart 1 saved no checkpoint after that of step 20: another one would end so as well. A smaller "
         "--checkpoint_every saves more often"
     )

@@ -67,11 +67,14 @@ class GatherAll:
         import tensorflow as tf
 
         good, x, y = self.gather_good(indices)
+        num_samples = tf.TensorShape(indices.shape[:1])
         with tf.device("CPU"):
             is_whole = tf.equal(tf.size(good), tf.size(indices))
             whole = tf.cond(is_whole, lambda: good, lambda: tf.numpy_function(self._fail, [indices, good], tf.int64))
         with tf.control_dependencies([whole]):
-            return tf.nest.map_structure(tf.identity, (x, y))
+            return tf.nest.map_structure(
+                lambda part: tf.ensure_shape(part, num_samples.concatenate(part.shape[1:])), (x, y)
+            )
 
     def find_bad(self: Any, indices: Any) -> list[BadSample]:
         """By ``why_bad``: of a corrupt sample its location and the error; None of another."""

@@ -121,7 +121,7 @@ def test_an_empty_batch_is_one_of_the_same_shape(folder: Path) -> None:
 def test_shapes_are_known_to_the_graph(folder: Path) -> None:
     source = open_tfrecords(folder)
     x, y = tf.data.Dataset.from_tensors(tf.constant([0], tf.int64)).map(source.gather).element_spec
-    assert (x.shape.as_list(), y.shape.as_list()) == ([None, 5, 7, 3], [1])
+    assert (x.shape.as_list(), y.shape.as_list()) == ([1, 5, 7, 3], [1])
 
 
 def test_images_of_different_sizes_are_resized_to_a_given_size(tmp_path: Path) -> None:

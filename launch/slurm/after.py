@@ -22,10 +22,12 @@ from ringtrain.runtime.run_record import DIRECTORY_VARIABLE, EndRecord, StartRec
 from .. import PROGRAM
 from ..decision import FINAL_CODES
 from ..lines import print_line
-from .controller import ask, find_lost_nodes, submit, without_job
+from .controller import ask, submit
 
 # Restarts under earlier job numbers, at sites that refuse to requeue.
 RESTARTS_VARIABLE = "RINGTRAIN_LAUNCH_RESTARTS"
+# Variables that Slurm's programs read, apart from SBATCH_*.
+SLURMS_OWN = {"SLURM_CONF", "SLURM_CLUSTERS"}
 # Failed starts since the latest checkpoint.
 FAILURES_FILE = "failures"
 TAIL_BYTES = 256 * 1024
@@ -266,7 +268,9 @@ def wait_for_lost_nodes(known: Sequence[str]) -> Sequence[str]:
     """Return the lost nodes of the job, if there are others than the known; else nothing, after ``LOST_SECONDS``."""
     end = time.monotonic() + LOST_SECONDS
     while time.monotonic() < end:
-        lost = find_lost_nodes(os.environ["SLURM_JOB_NODELIST"])
+        nodes = f"--nodes={os.environ['SLURM_JOB_NODELIST']}"  # such as n[1-4]
+        answer = ask(["sinfo", "--noheader", "--Node", nodes, "--states=down,fail,no_respond", "--format=%N"])
+        lost = answer.text.split() if answer.is_good else []
         if not set(lost) <= set(known):
             return sorted({*known, *lost})
         time.sleep(LOST_POLL_SECONDS)
@@ -353,7 +357,8 @@ def start_again(job: str, script: Path, ended: Ended, *, told: Path) -> None:
         return  # if the answer was lost: a second job would train the same run
     forget(next_start)
     print_line(f"scontrol does not requeue job {job}: {requeue.text}. Submitting its script again.")
-    environ = {**without_job(os.environ), RESTARTS_VARIABLE: str(ended.restarts + 1)}
+    kept = [name for name in os.environ if not name.startswith("SLURM_") or name in SLURMS_OWN]
+    environ = {name: os.environ[name] for name in kept} | {RESTARTS_VARIABLE: str(ended.restarts + 1)}
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     array = [f"--array={task}"] if task else []
     answer = submit(f"--dependency=afterany:{name_job()}", *array, str(script), environ=environ)

@@ -11,8 +11,6 @@ from typing import NamedTuple
 ANSWER_SECONDS = 60.0  # Slurm's programs give up earlier
 PAUSES_SECONDS = (2.0, 10.0, 30.0)  # controllers restart and fail over
 AWAY = re.compile("Unable to contact")  # nothing was executed; after a timeout that is unknown
-# Variables that Slurm's programs read, apart from SBATCH_*.
-KEPT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS"}
 
 
 class Answer(NamedTuple):
@@ -25,21 +23,11 @@ def find_max_array_size() -> int | None:
     return int(found[1]) if found else None
 
 
-def find_lost_nodes(nodes: str) -> list[str]:
-    """Return those of ``nodes``, such as ``n[1-4]``, that Slurm has lost."""
-    answer = ask(["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail,no_respond", "--format=%N"])
-    return answer.text.split() if answer.is_good else []
-
-
 def submit(*options: str, text: str = "", environ: Mapping[str, str] | None = None) -> Answer:
     """Submit ``text`` or a file; return the job number, or the reason if refused."""
     answer = ask(["sbatch", "--parsable", *options], environ, text)
     # NUMBER or NUMBER;CLUSTER, after any notices
     return answer._replace(text=answer.text.split("\n")[-1].partition(";")[0]) if answer.is_good else answer
-
-
-def without_job(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name in KEPT_VARIABLES}
 
 
 def ask(command: Sequence[str], environ: Mapping[str, str] | None = None, text: str = "") -> Answer:

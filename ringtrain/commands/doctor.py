@@ -29,7 +29,7 @@ from ringtrain.doctor.ranks import judge_ranks
 from ringtrain.doctor.table import exit_code, format_table
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.rules import at_least
-from ringtrain.runtime.devices import DevicePlan, can_share_gpus, own_gpu, start_tensorflow
+from ringtrain.runtime.devices import can_share_gpus, own_gpu, start_tensorflow
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import TimeLimit
 from ringtrain.runtime.world import World
@@ -104,7 +104,14 @@ def meet(facts: Facts, said: threading.Event) -> int:
     try:
         plan = pin(world)
         with quiet_start():
-            facts = take_device(plan, facts)
+            import tensorflow as tf
+
+            try:
+                gpu = None if can_share_gpus(os.environ) else own_gpu()
+                facts = replace(facts, device=start_tensorflow(plan, world), gpu=gpu)
+            except UsageError as error:  # use the CPU, and report it
+                tf.config.set_visible_devices([], "GPU")
+                facts = replace(facts, device_failure=str(error))
         collective = with_native_sums(connect("auto", world))
         code = share(collective, facts, said)
     except Exception as error:  # Horovod and MPI raise many types
@@ -117,19 +124,6 @@ def meet(facts: Facts, said: threading.Event) -> int:
     if code:  # os._exit: the launcher may otherwise end this rank during Python's cleanup, with another code
         leave(code)
     return code
-
-
-def take_device(plan: DevicePlan, facts: Facts) -> Facts:
-    """Use the CPU, and report it, if no device is usable."""
-    import tensorflow as tf
-
-    try:
-        return replace(
-            facts, device=start_tensorflow(plan, facts.world), gpu=None if can_share_gpus(os.environ) else own_gpu()
-        )
-    except UsageError as error:
-        tf.config.set_visible_devices([], "GPU")
-        return replace(facts, device_failure=str(error))
 
 
 def share(collective: Collective, facts: Facts, said: threading.Event) -> int:

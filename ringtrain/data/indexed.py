@@ -252,7 +252,13 @@ class IndexedSource(GatherAll):
             sample = (as_arrays(sample[0], with_names=True), as_arrays(sample[1], with_names=True))
             arrays = tf.nest.flatten(sample)
             if self._kinds:
-                self._require_like_first(sample, arrays)
+                tf.nest.assert_same_structure(self._structure, sample)
+                for array, (dtype, shape) in zip(arrays, self._kinds, strict=True):
+                    if _kind_of(array) != (dtype, shape):
+                        raise DataError(
+                            f"it has {array.dtype} {list(array.shape)} where the first has {dtype.name} {list(shape)}; "
+                            "all samples must have the same shape. Resize or pad them"
+                        )
             else:
                 self._structure = sample
                 if all(type(part) is np.ndarray or isinstance(part, np.generic) for part in sample):
@@ -272,17 +278,6 @@ class IndexedSource(GatherAll):
             and (x.dtype, x.shape) == x_kind[1:]
             and (y.dtype, y.shape) == y_kind[1:]
         )
-
-    def _require_like_first(self, sample: Any, arrays: list[Any]) -> None:
-        import tensorflow as tf
-
-        tf.nest.assert_same_structure(self._structure, sample)
-        for array, (dtype, shape) in zip(arrays, self._kinds, strict=True):
-            if _kind_of(array) != (dtype, shape):
-                raise DataError(
-                    f"it has {array.dtype} {list(array.shape)} where the first has {dtype.name} {list(shape)}; all "
-                    "samples must have the same shape. Resize or pad them"
-                )
 
 
 def _kind_of(array: Any) -> tuple[tf.DType, tuple[int, ...]]:

@@ -57,28 +57,23 @@ class Autoencoder(Workload):
 
     def summaries(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, Images | Histogram]:
         import keras
+        import tensorflow as tf
 
         layers = [layer for layer in model.layers if layer.weights]
         inner = keras.Model(model.input, [model.output, *(layer.output for layer in layers)])
         reconstructions, *activations = inner(x, training=False)
         histograms = weights_by_tag(model)
         histograms |= {f"activations/{layer.name}": v for layer, v in zip(layers, activations, strict=True)}
-        if self.options["gradients"]:
-            histograms |= {f"gradients/{tag}": values for tag, values in self._gradients(model, x, y).items()}
+        if self.options["gradients"]:  # of the mean loss, on this rank only
+            weights = {tag: weight.value for tag, weight in weights_by_tag(model).items()}
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.loss(y, model(x, training=False)))
+            histograms |= {f"gradients/{tag}": values for tag, values in tape.gradient(loss, weights).items()}
         images = [np.asarray(part, np.float32) for part in (x, reconstructions)]  # [n, h, w, c] each
         return {
             "images": Images(np.concatenate(images, axis=2)),
             **{tag: Histogram(np.asarray(values, np.float32)) for tag, values in histograms.items()},
         }
-
-    def _gradients(self, model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Gradients of the mean loss by tag, on this rank only."""
-        import tensorflow as tf
-
-        weights = weights_by_tag(model)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self.loss(y, model(x, training=False)))
-        return tape.gradient(loss, {tag: weight.value for tag, weight in weights.items()})
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,10 @@ class CacheFile:
         directory = self.path.parent
         with _saying_where(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            _remove_left_over(directory)
+            for path in directory.glob(f".*{PART_ENDING}"):  # of killed runs
+                with contextlib.suppress(OSError), path.open("r+b") as file:  # BlockingIOError: in use
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
             self._make_room(directory)
             filling = Filling(self.path)
             try:
@@ -181,13 +184,6 @@ class Filling:
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
-
-
-def _remove_left_over(directory: Path) -> None:
-    for path in directory.glob(f".*{PART_ENDING}"):
-        with contextlib.suppress(OSError), path.open("r+b") as file:  # BlockingIOError: in use
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
 
 
 @contextlib.contextmanager

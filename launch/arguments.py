@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from ringtrain.errors import UsageError
 from ringtrain.messages.rules import did_you_mean
 
-Found = TypeVar("Found")
 Command = Callable[[Sequence[str]], int]
 
 
@@ -19,14 +18,14 @@ def run_command(arguments: Sequence[str], commands: Mapping[str, Command], overv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview, end="")
         return 0 if arguments else UsageError.exit_code
-    return find_command(arguments[0], commands, of=of)(arguments[1:])
+    require_command(arguments[0], commands, of=of)
+    return commands[arguments[0]](arguments[1:])
 
 
-def find_command(name: str, commands: Mapping[str, Found], *, of: str = "") -> Found:
+def require_command(name: str, commands: Iterable[str], *, of: str = "") -> None:
     if name not in commands:
         meant = did_you_mean(name, commands)
         raise UsageError(f"there is no command {of}{name!r}. {meant}Commands: {', '.join(commands)}.")
-    return commands[name]
 
 
 def is_script(words: Sequence[str]) -> bool:

@@ -21,7 +21,7 @@ from ringtrain.runtime.srun import find_mpi
 from ringtrain.runtime.stdio import has_lost_stdout
 
 from .. import PROGRAM
-from ..arguments import Parser, find_command, is_script, require_script, run_command
+from ..arguments import Parser, is_script, require_command, require_script, run_command
 from ..lines import print_line
 from .array import read_members
 from .controller import find_max_array_size
@@ -203,7 +203,7 @@ def check_flags(flags: Sequence[str], *, what: str = "what follows -- is for rin
     words = list(flags)
     if words and not words[0].startswith("-"):
         command = words.pop(0)
-        find_command(command, RINGTRAIN_COMMANDS, of="of ringtrain's named ")
+        require_command(command, RINGTRAIN_COMMANDS, of="of ringtrain's named ")
         if command != "train":
             return
     no_launcher = read_world({})

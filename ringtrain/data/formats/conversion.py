@@ -60,7 +60,11 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
     """
     start = time.monotonic()
     destination = Path(os.path.abspath(destination))
-    _check_destination(source, destination)
+    if os.path.lexists(destination) and not (destination.is_dir() and not any(destination.iterdir())):
+        what = "is not empty" if destination.is_dir() else "is a file"
+        raise UsageError(f"destination {destination} {what}; name a directory that does not exist yet.")
+    if source.resolve() in (destination.resolve(), *destination.resolve().parents):
+        raise UsageError(f"destination {destination} is within the source {source}; name one outside of it.")
     class_names, splits = _open_source(source, kind)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -81,14 +85,6 @@ def convert(source: Path, destination: Path, *, kind: str = "auto", num_shards: 
         ) from error
     samples = {split.name: split.num_samples for split in splits}
     return Converted(samples, len(sizes), sum(sizes), len(class_names), time.monotonic() - start)
-
-
-def _check_destination(source: Path, destination: Path) -> None:
-    if os.path.lexists(destination) and not (destination.is_dir() and not any(destination.iterdir())):
-        what = "is not empty" if destination.is_dir() else "is a file"
-        raise UsageError(f"destination {destination} {what}; name a directory that does not exist yet.")
-    if source.resolve() == destination.resolve() or source.resolve() in destination.resolve().parents:
-        raise UsageError(f"destination {destination} is within the source {source}; name one outside of it.")
 
 
 def _open_source(source: Path, kind: str) -> tuple[Sequence[str], list[Split]]:

@@ -91,7 +91,14 @@ def load_image_folder(
     evaluation = next((name for name in EVALUATION_FOLDERS if os.path.isdir(data_dir / name)), None)
     if evaluation is not None:
         parts.append(_list_part(data_dir / evaluation))
-        _check_classes(data_dir / evaluation, parts[1], class_names)
+        known = set(class_names)
+        unknown = [file.class_name for file in parts[1] if file.class_name not in known]
+        if unknown:
+            raise file_error(
+                f"{data_dir / evaluation} holds the class {unknown[0]!r}, which {TRAIN_FOLDER}/ does not: nothing "
+                f"would train it. Training has {len(class_names)} classes, {class_names[0]!r} to {class_names[-1]!r}. "
+                f"Remove or rename {data_dir / evaluation / unknown[0]}."
+            )
     shape: dict[str, Any] = {"is_resized": image_size is not None}
     headers: list[list[ImageHeader | str]] = [[] for _ in parts]
     if image_size is None:
@@ -184,17 +191,6 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
 
 def _count_of(names: Sequence[str]) -> str:
     return f"{names[0]!r}" if len(names) == 1 else f"{len(names):,} such things as {names[0]!r}"
-
-
-def _check_classes(folder: Path, files: Sequence[_File], train_names: tuple[str, ...]) -> None:
-    known = set(train_names)
-    unknown = [file.class_name for file in files if file.class_name not in known]
-    if unknown:
-        raise file_error(
-            f"{folder} holds the class {unknown[0]!r}, which {TRAIN_FOLDER}/ does not: nothing would train it. "
-            f"Training has {len(train_names)} classes, {train_names[0]!r} to {train_names[-1]!r}. Remove or rename "
-            f"{folder / unknown[0]}."
-        )
 
 
 # --- The headers ---

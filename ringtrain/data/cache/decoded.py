@@ -52,6 +52,15 @@ class CachedSource(GatherAll):
         self._source, self._layout, self._arrays, self._is_kept = source, layout, arrays, is_kept
         self._is_writable = all(array.flags.writeable for array in arrays)
 
+    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
+        """Decode again what could not be decoded when the cache was filled."""
+        if self._is_writable or self._is_kept.all():
+            return super().gather(indices)
+        with tf.device("CPU"):
+            has_all = tf.numpy_function(lambda places: self._is_kept[places].all(), [indices], tf.bool)
+            has_all.set_shape([])
+            return tf.cond(has_all, lambda: self.gather_good(indices)[1:], lambda: self._source.gather(indices))
+
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
         """Read by NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory."""
         types = [tf.as_dtype(dtype) for _, dtype in self._layout.tensors]

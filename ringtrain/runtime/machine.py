@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import socket
 import struct
@@ -41,6 +42,15 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
         shared_memory_bytes=memory.total if memory else 0,
         shm_free_bytes=memory.free if memory else 0,
     )
+
+
+def read_peak_memory() -> int:
+    """Return the largest resident memory of this program, in bytes.
+
+    Linux's getrusage(2) counts that of the program which has started this one, too.
+    """
+    [kib] = re.findall(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(kib) * 1024
 
 
 def has_gpu_driver() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from ringtrain.run.lease import find_job
 from ringtrain.run.resume import OpenedRun, Progress, Start, describe_way_on
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
-from ringtrain.runtime.machine import format_cores
+from ringtrain.runtime.machine import format_cores, read_peak_memory
 from ringtrain.runtime.run_record import is_signal_passed_on
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.terminal.console import Console
@@ -222,7 +221,7 @@ def gather_usage(collective: Collective, seconds: Mapping[str, float]) -> list[d
     """``seconds``: this rank's, by part of the step. Collective."""
     mine = {
         **{name: round(value, 3) for name, value in seconds.items()},
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,  # Linux: KiB
+        "peak_memory_mib": read_peak_memory() // 2**20,
     }
     if tf.config.get_visible_devices("GPU"):
         with contextlib.suppress(Exception):  # optional on some devices

@@ -164,6 +164,14 @@ def test_cores_that_another_run_has_are_not_taken() -> None:
     assert second.why_unpinned == "another run holds some of 2-3"
 
 
+def test_the_peak_memory_is_that_of_the_program_itself() -> None:
+    """And not of the one that has started it, which has a hundred MiB here."""
+    child = "from ringtrain.runtime.machine import read_peak_memory as read; print(read()); b'.' * 2**26; print(read())"
+    start = f"import subprocess, sys; b'.' * 2**27; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    first, later = map(int, subprocess.check_output([sys.executable, "-c", start], text=True).split())
+    assert first < 2**26 < later < 2**27
+
+
 HOLD_CORES = """
 import sys
 from ringtrain.runtime.machine import claim_cores

@@ -32,7 +32,7 @@ SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, 
 }
 FILES_OF_WAITING_TESTS = ("tests/unit/test_watchdog.py", "tests/unit/test_stopping.py")  # that mostly sleep
 FILES_OF_LONG_TESTS = ("tests/faults/test_matrix.py", "tests/world/test_other_versions.py")
-# Programs that take minutes: none may still run when all other tests are done.
+# Slow tests of programs that take minutes: none may still run when all other tests are done.
 FILES_OF_LONGEST_TESTS = tuple(f"tests/world/test_{name}.py" for name in ("other_versions", "verify", "wheel"))
 ALONE = "alone"
 BODIES_OF_TWO = "bodies of 2 ranks in tests/"
@@ -75,7 +75,8 @@ def _position_of(item: pytest.Item) -> float:
         return len(FIRST) + 1
     if scope in FIRST:
         return FIRST.index(scope)
-    return len(FIRST) - 0.5 * item.nodeid.startswith(FILES_OF_LONGEST_TESTS)
+    is_longest = item.nodeid.startswith(FILES_OF_LONGEST_TESTS) and item.get_closest_marker("slow") is not None
+    return len(FIRST) - 0.5 * is_longest
 
 
 def pytest_configure(config: pytest.Config) -> None:

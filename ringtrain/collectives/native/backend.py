@@ -149,8 +149,8 @@ class Native(Collective):
 def draw_timeline(of_ranks: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """Return events in Chrome's trace format.
 
-    ``of_ranks``: each rank's sums: name, bytes, and times of call, match (between nodes: with the ring's previous node)
-    and end in nanoseconds by its node's clock.
+    ``of_ranks``: each rank's sums: name, bytes, and times of call, match (between nodes: with the same local rank
+    there) and end in nanoseconds by its node's clock.
     """
     events: list[dict[str, Any]] = []
     for rank, sums in enumerate(of_ranks):

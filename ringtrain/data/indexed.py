@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.sources import Feed, GatherAll, Pass, bytes_of
+from ringtrain.data.sources import CollectingSource, Feed, Pass, bytes_of
 from ringtrain.data.tf_data import feed_of
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -157,7 +157,7 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-class IndexedSource(GatherAll):
+class IndexedSource(CollectingSource):
     def __init__(self, samples: Any) -> None:
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise DataError(
@@ -191,13 +191,18 @@ class IndexedSource(GatherAll):
             digest.update(b"".join(map(bytes_of, sample)))
         return digest.hexdigest()
 
-    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
+    def collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, Any, Any]:
         import tensorflow as tf
 
         good, *leaves = tf.numpy_function(self._read_good, [indices], [tf.int64, *(dtype for dtype, _ in self._kinds)])
         good.set_shape([None])
         for leaf, (_, shape) in zip(leaves, self._kinds, strict=True):
             leaf.set_shape([None, *shape])
+        if not skips_bad:
+            with tf.control_dependencies(
+                [tf.debugging.assert_equal(tf.size(good), tf.size(indices), "samples cannot be read")]
+            ):
+                leaves = list(map(tf.identity, leaves))
         x, y = tf.nest.pack_sequence_as(self._structure, leaves)
         return good, x, y
 

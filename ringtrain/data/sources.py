@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,29 +60,31 @@ class FallibleSource(Source, Protocol):
         """Return the corrupt samples of ``indices`` (integers [n]); outside of graphs."""
 
 
-class GatherAll:
-    """``gather`` of a FallibleSource, by its ``gather_good``, and ``find_bad``."""
+class CollectingSource(abc.ABC):
+    """A FallibleSource of two methods."""
 
-    def gather(self: Any, indices: tf.Tensor) -> tuple[Any, Any]:
-        """Fail if samples are corrupt, and name them."""
+    @abc.abstractmethod
+    def collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, Any, Any]:
+        """Return indices, x and y like ``gather_good``; without ``skips_bad`` fail if a sample is corrupt."""
+
+    @abc.abstractmethod
+    def why_bad(self, index: int) -> tuple[str, str] | None:
+        """Return location and error of a corrupt sample; None of another."""
+
+    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
         import tensorflow as tf
 
-        good, x, y = self.gather_good(indices)
-        num_samples = tf.TensorShape(indices.shape[:1])
-        with tf.device("CPU"):
-            is_whole = tf.equal(tf.size(good), tf.size(indices))
-            whole = tf.cond(is_whole, lambda: good, lambda: tf.numpy_function(self._fail, [indices, good], tf.int64))
-        with tf.control_dependencies([whole]):
-            return tf.nest.map_structure(
-                lambda part: tf.ensure_shape(part, num_samples.concatenate(part.shape[1:])), (x, y)
-            )
+        _, *samples = self.collect(indices, skips_bad=False)
+        for part in tf.nest.flatten(samples):  # the static number of samples
+            part.set_shape(indices.shape[:1].concatenate(part.shape[1:]))
+        x, y = samples
+        return x, y
 
-    def find_bad(self: Any, indices: Any) -> list[BadSample]:
-        """By ``why_bad``: of a corrupt sample its location and the error; None of another."""
+    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
+        return self.collect(indices, skips_bad=True)
+
+    def find_bad(self, indices: Any) -> list[BadSample]:
         return [BadSample(number, *why) for number in map(int, indices) if (why := self.why_bad(number))]
-
-    def _fail(self: Any, indices: np.ndarray, good: np.ndarray) -> np.ndarray:
-        raise DataError(describe_bad(name_bad(np.setdiff1d(indices, good), self.find_bad)))
 
 
 def name_bad(numbers: np.ndarray, find_bad: Callable[[np.ndarray], list[BadSample]]) -> list[BadSample]:

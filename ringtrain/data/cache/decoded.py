@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.graph_code import graph_code
-from ringtrain.data.sources import FallibleSource, GatherAll
+from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
 
 
@@ -39,7 +39,7 @@ def find_layout(source: FallibleSource) -> Layout:
     return Layout(source.num_samples, tensors, structure)
 
 
-class CachedSource(GatherAll):
+class CachedSource:
     """Decodes missing samples, and stores them if the arrays are writable."""
 
     def __init__(
@@ -54,39 +54,34 @@ class CachedSource(GatherAll):
 
     def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
         """Decode again what could not be decoded when the cache was filled."""
+        if self._is_writable:
+            indices = self._decode_missing(indices, lambda missing: (missing, *self._source.gather(missing)))
         if self._is_writable or self._is_kept.all():
-            return super().gather(indices)
+            return self._read(indices)[1:]
         with tf.device("CPU"):
             has_all = tf.numpy_function(lambda places: self._is_kept[places].all(), [indices], tf.bool)
             has_all.set_shape([])
-            return tf.cond(has_all, lambda: self.gather_good(indices)[1:], lambda: self._source.gather(indices))
+            return tf.cond(has_all, lambda: self._read(indices)[1:], lambda: self._source.gather(indices))
 
     def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """Read by NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory."""
-        types = [tf.as_dtype(dtype) for _, dtype in self._layout.tensors]
-        with tf.device("CPU"):
-            indices = self._decode_missing(indices) if self._is_writable else indices
-            found, *tensors = tf.numpy_function(self._read, [indices], [tf.int64, *types])
-        found.set_shape([None])
-        for tensor, (shape, _) in zip(tensors, self._layout.tensors, strict=True):
-            tensor.set_shape([None, *shape])
-        return (found, *tf.nest.pack_sequence_as(self._layout.structure, tensors))
+        return self._read(self._decode_missing(indices, self._source.gather_good) if self._is_writable else indices)
 
     def find_bad(self, indices: Iterable[int]) -> list[Any]:
         return self._source.find_bad([index for index in map(int, indices) if not self._is_kept[index]])
 
-    def _decode_missing(self, indices: tf.Tensor) -> tf.Tensor:
+    def _decode_missing(self, indices: tf.Tensor, gather: Any) -> tf.Tensor:
         """Return ``indices``, when they are stored."""
-        missing = tf.numpy_function(lambda places: places[~self._is_kept[places]], [indices], tf.int64)
-        missing.set_shape([None])
+        with tf.device("CPU"):
+            missing = tf.numpy_function(lambda places: places[~self._is_kept[places]], [indices], tf.int64)
+            missing.set_shape([None])
 
-        def decode() -> tf.Tensor:
-            found, x, y = self._source.gather_good(missing)
-            return tf.numpy_function(self._store, [indices, found, *tf.nest.flatten((x, y))], tf.int64)
+            def decode() -> tf.Tensor:
+                found, x, y = gather(missing)
+                return tf.numpy_function(self._store, [indices, found, *tf.nest.flatten((x, y))], tf.int64)
 
-        stored = tf.cond(tf.size(missing) > 0, decode, lambda: tf.identity(indices))
-        stored.set_shape([None])
-        return stored
+            stored = tf.cond(tf.size(missing) > 0, decode, lambda: tf.identity(indices))
+            stored.set_shape(indices.shape)
+            return stored
 
     def _store(self, indices: np.ndarray, found: np.ndarray, *values: np.ndarray) -> np.ndarray:
         for array, value in zip(self._arrays, values, strict=True):
@@ -94,6 +89,16 @@ class CachedSource(GatherAll):
         self._is_kept[found] = True
         return indices
 
-    def _read(self, indices: np.ndarray) -> list[np.ndarray]:
+    def _read(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
+        """Read by NumPy: TensorFlow's ImmutableConst reads a mapped file entirely into memory."""
+        types = [tf.as_dtype(dtype) for _, dtype in self._layout.tensors]
+        with tf.device("CPU"):
+            found, *tensors = tf.numpy_function(self._read_kept, [indices], [tf.int64, *types])
+        found.set_shape([None])
+        for tensor, (shape, _) in zip(tensors, self._layout.tensors, strict=True):
+            tensor.set_shape([None, *shape])
+        return (found, *tf.nest.pack_sequence_as(self._layout.structure, tensors))
+
+    def _read_kept(self, indices: np.ndarray) -> list[np.ndarray]:
         found = indices[self._is_kept[indices]]
         return [found, *(np.asarray(array[found]) for array in self._arrays)]

@@ -18,17 +18,20 @@ def decode_batch(
     indices: tf.Tensor,
     *,
     image_shape: tuple[int, int, int],
+    skips_bad: bool,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decode images [n]; return the numbers [m] of those that can be decoded and uint8 [m, h, w, c], in order.
+    """Decode images [n]; return their numbers [m] and uint8 [m, h, w, c], in order.
 
     Unlike tf.map_fn, a dataset can skip corrupt images, and is faster for small ones.
     """
     decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
         graph_code(lambda index, image: (index, decode(image))), num_parallel_calls=PARALLEL_DECODES, deterministic=True
     )
+    if skips_bad:
+        decoded = decoded.ignore_errors()
     # An extra element, removed again: an empty batch has no shape.
     last = tf.data.Dataset.from_tensors((tf.constant(-1, tf.int64), tf.zeros(image_shape, tf.uint8)))
-    batch = decoded.ignore_errors().concatenate(last).batch(tf.size(indices, tf.int64) + 1)
+    batch = decoded.concatenate(last).batch(tf.size(indices, tf.int64) + 1)
     found, images = (tensor[:-1] for tensor in batch.get_single_element())
     return found, images
 

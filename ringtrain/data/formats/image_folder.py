@@ -16,7 +16,7 @@ import tensorflow as tf
 from ringtrain.data.formats import file_error, reading
 from ringtrain.data.formats.decoding import decode_batch, decode_image, reason_of
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
-from ringtrain.data.sources import BadSample, GatherAll
+from ringtrain.data.sources import BadSample, CollectingSource
 from ringtrain.runtime import activity
 
 TRAIN_FOLDER = "train"
@@ -31,7 +31,7 @@ Channels = Literal[1, 3]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ImageFolderSource(GatherAll):
+class ImageFolderSource(CollectingSource):
     """Images uint8 [n, h, w, c] and classes int64 [n], from ``load_image_folder``."""
 
     paths: tf.Tensor  # string [num_samples]
@@ -48,10 +48,12 @@ class ImageFolderSource(GatherAll):
     def num_classes(self) -> int:
         return len(self.class_names)
 
-    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         with tf.device("CPU"):
             paths = tf.gather(self.paths, indices)
-            found, images = decode_batch(self._decode, paths, indices, image_shape=self.image_shape)
+            found, images = decode_batch(
+                self._decode, paths, indices, image_shape=self.image_shape, skips_bad=skips_bad
+            )
             return found, images, tf.gather(self.labels, found)
 
     def why_bad(self, index: int) -> tuple[str, str] | None:

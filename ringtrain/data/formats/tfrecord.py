@@ -21,7 +21,7 @@ from ringtrain.data.formats import file_error
 from ringtrain.data.formats.decoding import decode_batch, decode_image, reason_of, resize_middle
 from ringtrain.data.formats.image_folder import EVALUATION_FOLDERS, TRAIN_FOLDER, Channels
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
-from ringtrain.data.sources import GatherAll
+from ringtrain.data.sources import CollectingSource
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
 from ringtrain.files.bounded import read_bounded
@@ -153,7 +153,7 @@ def _shape_text(entry: np.void) -> str:
     return f"{entry['height']}x{entry['width']} with {entry['channels']} channels ({kind})"
 
 
-class TFRecordSource(GatherAll):
+class TFRecordSource(CollectingSource):
     """Images uint8 [n, h, w, c] and labels int64 [n], from ``load_tfrecords``."""
 
     def __init__(
@@ -171,16 +171,19 @@ class TFRecordSource(GatherAll):
         self._labels = np.asarray(index.entries["label"], np.int64)
         self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
 
-    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        read = functools.partial(self._read, skips_bad=skips_bad)  # AutoGraph would convert a nested function
         with tf.device("CPU"):
-            records, indices = tf.numpy_function(self._read, [indices], (tf.string, tf.int64))
+            records, indices = tf.numpy_function(read, [indices], (tf.string, tf.int64))
             records.set_shape([None])
             indices.set_shape([None])
             stored = self._stored_in(records)
             if self._is_raw and self._stored_shape == self.image_shape:
                 images = tf.reshape(tf.io.decode_raw(stored, tf.uint8), [-1, *self.image_shape])
             else:
-                indices, images = decode_batch(self._decode_one, stored, indices, image_shape=self.image_shape)
+                indices, images = decode_batch(
+                    self._decode_one, stored, indices, image_shape=self.image_shape, skips_bad=skips_bad
+                )
             return indices, images, tf.gather(self._labels, indices)
 
     def why_bad(self, index: int) -> tuple[str, str] | None:
@@ -194,11 +197,11 @@ class TFRecordSource(GatherAll):
 
     # --- Reading, on the host ---
 
-    def _read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records that are not corrupt, and their indices, [m] each."""
+    def _read(self, indices: np.ndarray, *, skips_bad: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return records and their indices, [m] each."""
         records: dict[int, bytes] = {}
         for place, index in enumerate(indices):
-            with contextlib.suppress(DataError):
+            with contextlib.suppress(*[DataError] * skips_bad):
                 records[place] = self._read_record(int(index))
         return np.array([*records.values()], object), indices[[*records]]
 

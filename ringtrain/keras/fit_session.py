@@ -47,13 +47,11 @@ from ringtrain.training.session import RunSession
 REMEDY = "Lower the learning rate, clip the gradients (clipnorm=1.0), or look at the data"
 
 
-class FitSession(keras.callbacks.Callback):
+class FitSession:
     """A ``fit`` with a run directory. Its decisions are equal on all ranks."""
 
     def __init__(self, model: keras.Model, session: RunSession) -> None:
-        super().__init__()
-        self.set_model(model)
-        self.others: list[keras.callbacks.Callback] = []  # whose counters are saved
+        self.model, self._others = model, list[keras.callbacks.Callback]()
         self._session, self._config, self._collective = session, session.config, session.collective
         self.batches = Batches()
         self._start, self._is_complete = session.start, session.start.is_complete
@@ -81,12 +79,16 @@ class FitSession(keras.callbacks.Callback):
         if not self.model.built:
             try:
                 self.model._symbolic_build(data_batch=batch_spec)
-            except Exception as error:  # from user code: ``on_train_begin`` reports it
+            except Exception as error:  # from user code: ``begin`` reports it
                 self._build_error = error
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Restore on rank 0 and broadcast. Collective."""
-        model, self._steps_of_epoch = self.model, self.params.get("steps")  # None if unknown
+    def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
+        """Restore on rank 0 and broadcast. Collective.
+
+        ``others``: callbacks with saved counters; ``steps``: per epoch, None if unknown.
+        """
+        self._others, self._steps_of_epoch = others, steps
+        model = self.model
         self._require_shared_weights()
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -138,13 +140,13 @@ class FitSession(keras.callbacks.Callback):
         of_data = ("data", GENERATORS)
         self._resumed = {name: value for name, value in self._resumed.items() if not name.startswith(of_data)}
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def begin_epoch(self) -> None:
         """Restore counts, after Keras and other callbacks have reset theirs."""
         resumed, self._resumed, self._logs_so_far = self._resumed, {}, {}
         self._epoch_began_at = self.step - self._progress.batches_done
         self.batches.wait()
         set_own(self.model, resumed)
-        set_counts(self.others, resumed)
+        set_counts(self._others, resumed)
         self._log.set_own(resumed)
         if self._progress.batches_done:
             self._metrics_so_far = resumed
@@ -158,11 +160,11 @@ class FitSession(keras.callbacks.Callback):
             return note._replace(doing=Phase.GRADIENTS)
         return note
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def begin_batch(self) -> None:
         activity.set_phase(Phase.STEP, self.step + 1, takes_long=self._is_first_batch and not self.model.run_eagerly)
         self._is_first_batch = False
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
         batch = max(batch, self.batches.last)  # with steps_per_execution
         if self._steps_of_epoch:  # which may count past it
             batch = min(batch, self._steps_of_epoch - 1)
@@ -171,7 +173,7 @@ class FitSession(keras.callbacks.Callback):
         self._log.count_time()
         # Keras creates metric variables in the first step. The order of this sum does not change its bits.
         add_metrics(self.model, self._metrics_so_far)
-        self._metrics_so_far, self._last_logs = {}, logs or {}
+        self._metrics_so_far, self._last_logs = {}, logs
         if self._session.requests.is_pending:
             self._votes.vote()
         if not self._is_between:  # accumulated gradients would be lost.
@@ -179,7 +181,7 @@ class FitSession(keras.callbacks.Callback):
         former, self._looked_at = self._looked_at, self.step
         self._is_stopped = self._find_stopped(batch)
         if self._passes(former, self._config.log_every):
-            self._write_log(self._last_logs)
+            self._write_log(logs)
         if self._passes(former, self._config.check_replicas_every):
             self.check_replicas()
         if self._steps_of_epoch and batch + 1 == self._steps_of_epoch:  # what is due follows the validation
@@ -190,9 +192,6 @@ class FitSession(keras.callbacks.Callback):
             self._save()
         activity.set_phase(Phase.DATA, self.step + 1)
         self._log.leave_out_time()
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        activity.set_phase(Phase.EVALUATION_DATA, batch + 1)
 
     def end_batches(self) -> dict[str, Any]:
         """Return the saved logs of an epoch of which a resume finds no batch left, and set its metrics."""
@@ -234,13 +233,13 @@ class FitSession(keras.callbacks.Callback):
             )
         return votes > 0
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         self._progress.epochs_done, self._progress.batches_done = epoch + 1, 0
         ends = all_gather_object(self._collective, bool(self.model.stop_training), name="fit/stop_training")
         if len(set(ends)) > 1:
             who = name_ranks([rank for rank, is_end in enumerate(ends) if is_end])
             raise UsageError(f"{who} stopped after epoch {epoch + 1}, and the others continue. {STOP_REMEDY}")
-        is_best = self._note_validation(logs or {})
+        is_best = self._note_validation(logs)
         self._log.end_epoch(self.step)
         is_last = epoch + 1 == self._config.epochs or ends[0]
         if self._is_stopped and not is_last and self._is_between:
@@ -251,7 +250,7 @@ class FitSession(keras.callbacks.Callback):
             self._save(as_step=not is_last and self._is_between, as_best=is_best)
         activity.set_phase(Phase.DATA, self.step + 1, takes_long=True)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def end(self) -> None:
         """Save the last step; return only when all ranks know."""
         if self._is_complete:
             return
@@ -288,7 +287,7 @@ class FitSession(keras.callbacks.Callback):
         self.check_replicas()
         activity.set_phase(Phase.SAVE, self.step, takes_long=True)
         self._require_finite()
-        own = own_of(self.model) | counts_of(self.others)
+        own = own_of(self.model) | counts_of(self._others)
         if self._progress.batches_done and self._steps_of_epoch is None:  # a resume may find no batch left
             logs = self.model._get_metrics_result_or_logs(self._last_logs)
             arrays = {f"logs/{name}": np.asarray(value) for name, value in logs.items()}
@@ -298,7 +297,7 @@ class FitSession(keras.callbacks.Callback):
         parts = gather_arrays(self._collective, own)
         if not self._collective.world.is_rank0:
             return {}
-        return {f"{RANKS}{rank}": part for rank, part in enumerate(parts)} | best_weights_of(self.others)
+        return {f"{RANKS}{rank}": part for rank, part in enumerate(parts)} | best_weights_of(self._others)
 
     def _require_shared_weights(self) -> None:
         if not self.model.built:

@@ -9,6 +9,8 @@
 - ``CallbackList.__init__``: add the guards (``guards.py``); callbacks that save come last, also after those that
   ``_add_default_callbacks`` adds.
 - ``Model.fit``: ``callbacks.Run`` begins before Keras reads the data, and a failed ``fit`` calls no callback.
+- ``Model.evaluate``: within a ``fit`` with ``callbacks.Run``, keep the counts of which the run logs means, also if it
+  fails.
 - ``TFEpochIterator``, which ``Model.fit`` creates by name: ``EpochIterator`` below.
 """
 
@@ -38,7 +40,7 @@ from ringtrain.keras.distributed import (
 )
 from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallback
 from ringtrain.keras.guards import TrainingGuard, check_distributed
-from ringtrain.keras.run import Run, join_callbacks
+from ringtrain.keras.run import Run
 from ringtrain.keras.same_samples import first_batches
 
 
@@ -49,6 +51,7 @@ def install() -> None:
         (keras.Model, "make_train_function", _make_train_function),
         (keras.callbacks.CallbackList, "__init__", _create_callback_list),
         (keras.Model, "fit", _fit),
+        (keras.Model, "evaluate", _evaluate),
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, wrap_method(owner, name, replacement))
@@ -88,15 +91,11 @@ def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
     plain(callback_list, callbacks, *args, **kwargs)
     listed = callback_list.callbacks
-    for last in [callback for callback in listed if isinstance(callback, CommitStateCallback)]:
+    for last in [callback for kind in (CommitStateCallback, Run) for callback in listed if isinstance(callback, kind)]:
         listed.remove(last)
+        if isinstance(last, Run):
+            listed.insert(0, last.before_others(listed))
         listed.append(last)
-    fit = Run.current
-    if fit is not None and fit.params is None:  # else an evaluation within it
-        join_callbacks(fit, listed, callback_list.params)
-        callback_list._async_train = False
-    elif fit is not None:
-        listed.append(_keeping_counts(callback_list.model))
     if _has_ranks():
         guard = TrainingGuard(has_audit=any(isinstance(callback, Audit) for callback in listed))
         guard.set_model(callback_list.model)
@@ -130,18 +129,15 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             distributed.exchange.end_fit()  # Keras does not call on_train_end after an exception
 
 
-def _keeping_counts(model: keras.Model) -> keras.callbacks.Callback:
-    """Within a ``fit`` with ``callbacks.Run``, ``evaluate`` must not reset the counts of which the run logs means."""
-    counted: list[tuple[keras.Variable, Any]] = []
-
-    def note(*_: Any) -> None:
-        counted[:] = [(variable, keras.ops.convert_to_numpy(variable.value)) for variable in model.metrics_variables]
-
-    def restore(*_: Any) -> None:
+def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    if Run.current is None or kwargs.get("_use_cached_eval_dataset"):  # fit's own validation
+        return plain(model, *args, **kwargs)
+    counted = [(variable, keras.ops.convert_to_numpy(variable.value)) for variable in model.metrics_variables]
+    try:
+        return plain(model, *args, **kwargs)
+    finally:
         for variable, value in counted:
             variable.assign(value)
-
-    return keras.callbacks.LambdaCallback(on_test_begin=note, on_test_end=restore)
 
 
 class EpochIterator(trainer.TFEpochIterator):

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -86,6 +86,7 @@ class Run(keras.callbacks.Callback):
         settings |= {"workload": FIT_OF + (Path(sys.argv[0]).name or "a script"), "out": Path(os.path.expanduser(out))}
         self._config = Config(**settings)
         self._was_used = False
+        self._others: list[keras.callbacks.Callback] = []
 
     @contextlib.contextmanager
     def around(self, model: keras.Model, *, epochs: int, initial_epoch: int, is_alone: bool) -> Iterator[None]:
@@ -145,6 +146,32 @@ class Run(keras.callbacks.Callback):
                     leave_by(error, collective, watchdog, is_agreed=is_agreed)
                 raise
 
+    def before_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> keras.callbacks.Callback:
+        """A callback before all others: it reports them to the watchdog, and compares the replicas at the end.
+
+        It completes the logs of an epoch of unknown length of which a resume finds no batch left.
+        """
+
+        self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
+
+        def begin(*_: Any, takes_long: bool = False) -> None:
+            activity.set_phase(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
+
+        def end_epoch(epoch: int, logs: dict[str, Any]) -> None:
+            logs.update(self._fit.end_batches())
+            begin()
+
+        def end(*_: Any) -> None:
+            self._fit.check_replicas()
+            begin(takes_long=True)
+
+        return keras.callbacks.LambdaCallback(
+            on_train_begin=functools.partial(begin, takes_long=True),
+            on_test_begin=lambda *_: self._fit.end_batches(),
+            on_epoch_end=end_epoch,
+            on_train_end=end,
+        )
+
     def _check_use(self, initial_epoch: int, *, is_alone: bool) -> None:
         if self._was_used or Run.current is not None or not is_alone:
             raise UsageError(
@@ -163,36 +190,34 @@ class Run(keras.callbacks.Callback):
         self._was_used = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Do nothing within a ``fit``: its ``FitSession`` is a callback of its own."""
+        self._fit.begin(self._others, steps=self.params.get("steps"))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._fit.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._fit.begin_batch()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._fit.end_batch(batch, logs or {})
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._fit  # noqa: B018 - evaluate() alone has none
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        activity.set_phase(Phase.EVALUATION_DATA, batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._fit.end_epoch(epoch, logs or {})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._fit.end()
+
+    @property
+    def _fit(self) -> FitSession:
         if Run.current is None:
             raise UsageError("callbacks.Run is a callback of fit(), after ringtrain.keras.init(). Pass it there.")
-
-    on_test_begin = on_train_begin
-
-
-def join_callbacks(fit: FitSession, callbacks: list[keras.callbacks.Callback], params: dict[str, Any]) -> None:
-    """Put the session last; before all others, report them to the watchdog, and compare the replicas at the end."""
-    fit.set_params(params)
-    fit.others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
-
-    def begin(*_: Any, takes_long: bool = False) -> None:
-        activity.set_phase(Phase.CALLBACKS, fit.step, takes_long=takes_long)
-
-    def end_epoch(epoch: int, logs: dict[str, Any]) -> None:
-        logs.update(fit.end_batches())
-        begin()
-
-    def end(*_: Any) -> None:
-        fit.check_replicas()
-        begin(takes_long=True)
-
-    first = keras.callbacks.LambdaCallback(
-        on_train_begin=functools.partial(begin, takes_long=True),
-        on_test_begin=lambda *_: fit.end_batches(),
-        on_epoch_end=end_epoch,
-        on_train_end=end,
-    )
-    callbacks[:] = [first, *callbacks, fit]
+        return Run.current
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:

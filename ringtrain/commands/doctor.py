@@ -107,8 +107,8 @@ def meet(facts: Facts, said: threading.Event) -> int:
             import tensorflow as tf
 
             try:
-                gpu = None if can_share_gpus(os.environ) else own_gpu()
-                facts = replace(facts, device=start_tensorflow(plan, world), gpu=gpu)
+                device = start_tensorflow(plan, world)  # of which ``own_gpu`` asks
+                facts = replace(facts, device=device, gpu=None if can_share_gpus(os.environ) else own_gpu())
             except UsageError as error:  # use the CPU, and report it
                 tf.config.set_visible_devices([], "GPU")
                 facts = replace(facts, device_failure=str(error))

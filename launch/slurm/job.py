@@ -96,12 +96,12 @@ class JobRequest:
             ("gpus_per_node", self.gpus_per_node, 0),
             ("ranks_per_node", self.num_ranks_per_node, 0),
             ("cpus_per_rank", self.cpus_per_rank, 1),
-            ("signal_seconds", self.signal_seconds, 1),
             ("max_restarts", self.max_restarts, 0),
             ("max_requeues", self.max_requeues, 0),
             ("array_limit", 1 if self.array_limit is None else self.array_limit, 1),
         ):
             at_least(name, value, least, MAX_NUMBER)
+        at_least("signal_seconds", self.signal_seconds, 1)
         if self.signal_seconds > MAX_SIGNAL_SECONDS:
             raise UsageError(f"signal_seconds is {self.signal_seconds}; Slurm takes at most {MAX_SIGNAL_SECONDS}.")
         if not self.num_ranks_per_node:

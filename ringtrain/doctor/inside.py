@@ -102,6 +102,7 @@ def main() -> None:
         answer.write(json.dumps(values) + "\n")
         answer.flush()
 
+    tell(name="python", found={})
     for name, look in STEPS.items():
         try:
             tell(name=name, found=look())

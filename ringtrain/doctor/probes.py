@@ -126,8 +126,10 @@ def load_packages(command: Sequence[str], seconds: float) -> tuple[dict[str, dic
 
 
 def read_answer(answer: str, ending: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Parse the child's lines. The first package without one ended it; ``ending``: how."""
+    """Parse the child's lines. The first package without one ended it; ``ending``: how. Before its first line, none."""
     lines = list(map(json.loads, answer.splitlines()))
+    if not lines:
+        return {}, dict.fromkeys(STEPS, shorten(ending or "not tried"))
     found = {line["name"]: line["found"] for line in lines if "found" in line}
     failures = {line["name"]: line["failure"] for line in lines if "failure" in line}
     missing = [name for name in STEPS if name not in found and name not in failures]

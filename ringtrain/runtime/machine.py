@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import resource
 import shutil
 import socket
 import struct
@@ -47,10 +48,10 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
 def read_peak_memory() -> int:
     """Return the largest resident memory of this program, in bytes.
 
-    Linux's getrusage(2) counts that of the program which has started this one, too.
+    Linux's getrusage(2) counts that of the program which has started this one, too. Sandboxes have no other.
     """
-    [kib] = re.findall(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(kib) * 1024
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", "\n".join(_read_lines(Path("/proc/self/status"))), re.MULTILINE)
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def has_gpu_driver() -> bool:

@@ -171,7 +171,9 @@ def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
                     )
                 try:
                     data, _ = reader.read(offset)
-                except (IndexError, tf.errors.DataLossError):  # IndexError: the file was cut meanwhile
+                except IndexError as error:
+                    raise file_error(f"{where} was cut off while it was read. Write the file again.") from error
+                except tf.errors.DataLossError:
                     data = None
                 yield offset, length, data
                 offset, count = end, count + 1

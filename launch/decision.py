@@ -69,7 +69,7 @@ class Attempt:
 
 
 def decide(attempt: Attempt, *, num_restarts: int, max_restarts: int) -> tuple[bool, str]:
-    """Return if to restart, and why or why not; empty if obvious."""
+    """Return whether the run is started again, and why or why not; empty if obvious."""
     stopped_by = attempt.word.stopped_by if attempt.word else None
     if (
         attempt.exit_code in FINAL_CODES

@@ -55,7 +55,7 @@ def add_metrics(model: keras.Model, values: Arrays) -> None:
 
 
 def own_of(model: keras.Model) -> Arrays:
-    """With the metrics."""
+    """Return what this rank has of its own, with the metrics."""
     metrics = {f"metrics/{number}": v for number, v in enumerate(metric_variables(model))}
     return {name: _plain(v.value) for name, v in (_own_variables(model) | metrics).items()}
 

@@ -21,7 +21,7 @@ from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require
 from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED
 from ringtrain.messages.log import show_log
-from ringtrain.run.directory import FIT_OF, FIT_SETTINGS, REPORT_FILE
+from ringtrain.run.directory import FIT_OF, REPORT_FILE
 from ringtrain.runtime import activity, shutdown
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
@@ -79,12 +79,23 @@ class Run(keras.callbacks.Callback):
         Raises:
             UsageError: an argument is invalid.
         """
-        settings = {name: value for name, value in locals().items() if name in FIT_SETTINGS}
         super().__init__()
         if not isinstance(out, str | os.PathLike):
             raise UsageError(f"out is {out!r}; it must be a path, such as 'runs/mine'.")
-        settings |= {"workload": FIT_OF + (Path(sys.argv[0]).name or "a script"), "out": Path(os.path.expanduser(out))}
-        self._config = Config(**settings)
+        self._config = Config(
+            workload=FIT_OF + (Path(sys.argv[0]).name or "a script"),
+            out=Path(os.path.expanduser(out)),
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            log_every=log_every,
+            best_metric=best_metric,
+            best_direction=best_direction,
+            resume=resume,
+            check_replicas_every=check_replicas_every,
+            hang_timeout=hang_timeout,
+            max_hours=max_hours,
+            tracker=tracker,
+        )
         self._was_used = False
         self._others: list[keras.callbacks.Callback] = []
 

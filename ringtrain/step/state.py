@@ -51,9 +51,8 @@ def empty_summands(
 
 
 def from_sums(sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Return the variables' values, equal on all ranks.
-
-    And int64 [], the position from 1 of the first variable that differs between ranks; 0: none.
+    """Return the variables' values, and int64 [], the position from 1 of the first one that the ranks have computed
+    differently; 0: none.
     """
     num_ranks = sums[-1] if any(map(is_integer_or_bool, variables)) else None
     values, divergent = [], tf.constant(0, tf.int64)

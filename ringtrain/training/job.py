@@ -168,13 +168,13 @@ def require_same_job(job: Job, sources: Sources) -> None:
     """Collective."""
     collective = job.collective
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have imported
-    require_alike(collective, describe(job), UsageError, OTHER_MODEL, name="preflight/training")
+    require_alike(collective, describe_job(job), UsageError, OTHER_MODEL, name="preflight/training")
     raise_on_all_ranks(collective, lambda: check_labels(job, sources), name="labels")
     activity.set_phase(Phase.PREPARE, takes_long=True)
     require_same_contents(collective, job.contents)
 
 
-def describe(job: Job) -> dict[str, str | list[str]]:
+def describe_job(job: Job) -> dict[str, str | list[str]]:
     """Facts that must be equal on all ranks."""
     spec, order, optimizer = job.batches.element_spec, job.plan.order, job.step.optimizer
     settings = flatten_settings(optimizer.get_config())

@@ -65,7 +65,6 @@ class FitSession:
         self._build_error: Exception | None = None
         self._resumed: Arrays = {}  # this rank's own state, until the first epoch begins
         self._metrics_so_far: Arrays = {}  # of the epoch, until the first step after a resume
-        self._logs_so_far: dict[str, Any] = {}  # of an epoch without a step after the resume
         self._last_logs: Mapping[str, Any] = {}
         self._is_first_batch, self._is_stopped = True, False
         self._rates: list[tuple[keras.Variable, Any]] = []  # from the checkpoint
@@ -142,7 +141,7 @@ class FitSession:
 
     def begin_epoch(self) -> None:
         """Restore counts, after Keras and other callbacks have reset theirs."""
-        resumed, self._resumed, self._logs_so_far = self._resumed, {}, {}
+        resumed, self._resumed = self._resumed, {}
         self._epoch_began_at = self.step - self._progress.batches_done
         self.batches.wait()
         set_own(self.model, resumed)
@@ -193,16 +192,12 @@ class FitSession:
         activity.set_phase(Phase.DATA, self.step + 1)
         self._log.leave_out_time()
 
-    def end_batches(self) -> dict[str, Any]:
+    def take_logs(self) -> dict[str, Any]:
         """Return the saved logs of an epoch of which a resume finds no batch left, and set its metrics."""
-        if self._metrics_so_far:
-            add_metrics(self.model, self._metrics_so_far)  # MetricAverageCallback counts samples by it
-            logs = {
-                name.removeprefix("logs/"): v for name, v in self._metrics_so_far.items() if name.startswith("logs/")
-            }
-            self._logs_so_far = {name: value if value.ndim else float(value) for name, value in logs.items()}
-            self._metrics_so_far = {}
-        return self._logs_so_far
+        so_far, self._metrics_so_far = self._metrics_so_far, {}
+        add_metrics(self.model, so_far)  # MetricAverageCallback counts samples by it
+        logs = {name.removeprefix("logs/"): value for name, value in so_far.items() if name.startswith("logs/")}
+        return {name: value if value.ndim else float(value) for name, value in logs.items()}
 
     def _passes(self, former: int, every: int) -> bool:
         return every > 0 and self.step // every > former // every

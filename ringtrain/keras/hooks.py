@@ -11,6 +11,8 @@
 - ``Model.fit``: ``callbacks.Run`` begins before Keras reads the data, and a failed ``fit`` calls no callback.
 - ``Model.evaluate``: within a ``fit`` with ``callbacks.Run``, keep the counts of which the run logs means, also if it
   fails.
+- ``Trainer._get_metrics_result_or_logs``: a resumed epoch of unknown length may have no batch left, and Keras asks for
+  its metrics before any callback.
 - ``TFEpochIterator``, which ``Model.fit`` creates by name: ``EpochIterator`` below.
 """
 
@@ -52,6 +54,7 @@ def install() -> None:
         (keras.callbacks.CallbackList, "__init__", _create_callback_list),
         (keras.Model, "fit", _fit),
         (keras.Model, "evaluate", _evaluate),
+        (keras.Model, "_get_metrics_result_or_logs", _metrics_or_logs),
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, wrap_method(owner, name, replacement))
@@ -138,6 +141,13 @@ def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         for variable, value in counted:
             variable.assign(value)
+
+
+def _metrics_or_logs(plain: Any, model: Any, logs: Any) -> Any:
+    fit = Run.current
+    if fit is None or fit.model is not model or logs:
+        return plain(model, logs)
+    return fit.take_logs() or plain(model, logs)
 
 
 class EpochIterator(trainer.TFEpochIterator):

@@ -158,29 +158,18 @@ class Run(keras.callbacks.Callback):
                 raise
 
     def before_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> keras.callbacks.Callback:
-        """A callback before all others: it reports them to the watchdog, and compares the replicas at the end.
-
-        It completes the logs of an epoch of unknown length of which a resume finds no batch left.
-        """
-
+        """A callback before all others: it reports them to the watchdog, and compares the replicas at the end."""
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
         def begin(*_: Any, takes_long: bool = False) -> None:
             activity.set_phase(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
-
-        def end_epoch(epoch: int, logs: dict[str, Any]) -> None:
-            logs.update(self._fit.end_batches())
-            begin()
 
         def end(*_: Any) -> None:
             self._fit.check_replicas()
             begin(takes_long=True)
 
         return keras.callbacks.LambdaCallback(
-            on_train_begin=functools.partial(begin, takes_long=True),
-            on_test_begin=lambda *_: self._fit.end_batches(),
-            on_epoch_end=end_epoch,
-            on_train_end=end,
+            on_train_begin=functools.partial(begin, takes_long=True), on_epoch_end=begin, on_train_end=end
         )
 
     def _check_use(self, initial_epoch: int, *, is_alone: bool) -> None:

@@ -93,7 +93,7 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
 
     right_plan, right_sharing = SampleOrder._plan, variables.broadcast_variables
     right_update = step.TrainStep._reduce_and_update
-    right_sum, right_reduction = Native.sum_in_order, GradientReduction.__call__
+    right_sum, right_all_reduce, right_reduction = Native.sum_in_order, Native.all_reduce, GradientReduction.__call__
     right_permute, right_penalty = order.permute, evaluation.EvalStep.regularization
     right_average, right_losses = WeightAverages.update, values.per_sample
     right_evaluate, right_seeds = evaluation.evaluate, local_gradients.LocalGradients._dropout_seeds
@@ -126,6 +126,9 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         if not how["name"].startswith("gradients"):
             return right_sum(self, tensors, **how)
         return Totals(list(tensors), tf.stack([tf.reduce_sum(tf.square(tf.cast(t, tf.float64))) for t in tensors]))
+
+    def its_group(self: Any, tensors: Any, *, name: str) -> Any:
+        return list(tensors) if name.startswith("gradients") else right_all_reduce(self, tensors, name=name)
 
     def doubled_on_rank_1(self: Any, gradients: Any, *others_to_sum: Any) -> Any:
         first, bias, *others = gradients
@@ -264,5 +267,8 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
         "a slot that is not broadcast": (step, "broadcast_variables", without("momentum")),
         "regularisation added on every rank": (local_gradients, "partial_objective", objective_of_each_rank),
     }
-    with mock.patch.object(*defects[defect]) if defect else contextlib.nullcontext():
+    also = {"a reduction that returns its input": [(Native, "all_reduce", its_group)]}
+    with contextlib.ExitStack() as stack:
+        for place in [defects[defect], *also.get(defect, [])] if defect else []:
+            stack.enter_context(mock.patch.object(*place))
         yield

@@ -108,20 +108,10 @@ CASES = {  # with whether gradients leave in groups: the update that follows doe
     ("smallest", "each clipped"): True,
     ("smallest", "averaging"): True,
 }
-SLOW_CASES = [
-    *((*case, not in_groups) for case, in_groups in CASES.items()),
-    *(("regularised", name, in_groups) for name in ELEMENTWISE for in_groups in (False, True)),
-]
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "in_groups"),
-    [
-        *((*case, in_groups) for case, in_groups in CASES.items()),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
-    ],
-)
-@on_ranks(2, slow=[3])
+@pytest.mark.parametrize(("model", "optimizer", "in_groups"), [(*case, in_groups) for case, in_groups in CASES.items()])
+@on_ranks(2)
 def test_n_ranks_equal_one_process(collective: Collective, model: str, optimizer: str, in_groups: bool) -> None:
     create, create_samples = ALL_MODELS[model]
     source = create_samples(NUM_SAMPLES)
@@ -147,13 +137,25 @@ def test_n_ranks_equal_one_process(collective: Collective, model: str, optimizer
             assert_close(value, right.numpy(), right.path)
 
 
+THREE_BY_DEFAULT = (
+    ("regularised", "lamb"),
+    ("regularised", "clipped"),
+    ("embedding", "momentum"),
+    ("smallest", "averaging"),
+)
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "in_groups"),
-    [
-        ("regularised", "lamb", True),
-        ("regularised", "clipped", False),
-        ("embedding", "momentum", True),
-        ("smallest", "averaging", False),
+    [  # each the other way than with two ranks
+        *(
+            pytest.param(*case, not in_groups, marks=() if case in THREE_BY_DEFAULT else pytest.mark.slow)
+            for case, in_groups in CASES.items()
+        ),
+        *(
+            pytest.param("regularised", name, place % 2 == 0, marks=pytest.mark.slow)
+            for place, name in enumerate(ELEMENTWISE)
+        ),
     ],
 )
 @on_ranks(3)
@@ -167,16 +169,23 @@ def test_three_ranks_equal_one_process(collective: Collective, model: str, optim
         ("regularised", "clipped", True),
         ("smallest", "lamb", False),
         ("embedding", "adam", True),
-        pytest.param("regularised", "lars", True, marks=pytest.mark.slow),
-        pytest.param("smallest", "each clipped", True, marks=pytest.mark.slow),
     ],
 )
-@on_ranks(2, slow=[3])
+@on_ranks(2)
 def test_ranks_over_horovod_equal_one_process(
     collective: Collective, model: str, optimizer: str, in_groups: bool
 ) -> None:
     """As on GPUs and between nodes."""
     test_n_ranks_equal_one_process.body(horovod_of(collective), model, optimizer, in_groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [("regularised", "lars"), ("smallest", "each clipped"), ("embedding", "adam")]
+)
+@on_ranks(3)
+def test_three_ranks_over_horovod_equal_one_process(collective: Collective, model: str, optimizer: str) -> None:
+    test_n_ranks_equal_one_process.body(horovod_of(collective), model, optimizer, True)
 
 
 @pytest.mark.slow

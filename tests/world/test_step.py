@@ -66,14 +66,9 @@ STEPS = 11  # two epochs of five steps, and one of the next
         ("embedding", "momentum", 1, 46),
         ("embedding", "adam", 3, 45),
         ("twin embeddings", "momentum", 1, 45),
-        *(  # optimizers between which the step does not distinguish
-            pytest.param("regularised", name, 1, 45, marks=pytest.mark.slow)
-            for name in ("adam", "adamw", "adding up", "muon", "multi")
-            if name in OPTIMIZERS
-        ),
     ],
 )
-@on_ranks(2, slow=[1, 3])
+@on_ranks(2, slow=[1])
 def test_n_ranks_equal_one_process(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int
 ) -> None:
@@ -108,7 +103,16 @@ def test_n_ranks_equal_one_process(
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "accumulate", "num_samples"),
-    [("regularised", "momentum", 1, 46), ("embedding", "adam", 3, 45)],
+    [
+        ("regularised", "momentum", 1, 46),
+        ("embedding", "adam", 3, 45),
+        pytest.param("twin embeddings", "clipped", 1, 45, marks=pytest.mark.slow),
+        *(  # optimizers between which the step does not distinguish
+            pytest.param("regularised", name, 1, 45, marks=pytest.mark.slow)
+            for name in ("adam", "adamw", "adding up", "muon", "multi")
+            if name in OPTIMIZERS
+        ),
+    ],
 )
 @on_ranks(3)
 def test_three_ranks_equal_one_process(

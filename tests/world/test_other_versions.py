@@ -29,6 +29,7 @@ WORKLOAD = "tests/world/workloads/lasting.py"  # as the record names it, from th
 FLAGS = ("--precision", "float64", "--keep", "100")
 STEPS, BEGUN_STEPS = 48, 10
 COMMAND_SECONDS = 1800
+THIS_PYTHON = f"PYTHON={sys.base_prefix}/bin/python3"  # the one that was chosen for these tests
 # A run directory that was begun under yet another version, to go on with in place of the recorded one.
 BEGUN_ELSEWHERE = "RINGTRAIN_TEST_BEGUN_ELSEWHERE"
 
@@ -72,7 +73,7 @@ def test_an_older_tensorflow_trains_and_resumes_a_current_run(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     checkout = copy_of_checkout(tmp_path / "ringtrain")
-    run_in(checkout, "make", "setup", f"TENSORFLOW={tensorflow}")
+    run_in(checkout, "make", "setup", f"TENSORFLOW={tensorflow}", THIS_PYTHON)
     pytest_there = [str(checkout / ".venv/bin/python"), "-m", "pytest"]
     run_in(checkout, *pytest_there, *SLICE)
 
@@ -90,7 +91,7 @@ def test_the_gpu_build_links_and_reduces_without_cuda(tmp_path: Path) -> None:
     programs.mkdir()
     (programs / "nvcc").symlink_to("/bin/false")  # before any that this machine may have
     env = {"CUDA_HOME": str(tmp_path / "none"), "PATH": f"{programs}:{os.environ['PATH']}"}
-    run_in(checkout, "make", "setup", "GPU=1", f"PYTHON={sys.base_prefix}/bin/python3", **env)
+    run_in(checkout, "make", "setup", "GPU=1", THIS_PYTHON, **env)
 
     python = str(checkout / ".venv/bin/python")
     program = "import horovod.tensorflow as hvd; print('built:', hvd.nccl_built(), hvd.cuda_built(), hvd.mpi_built())"

@@ -59,11 +59,9 @@ GLOBAL_BATCH_SIZE, STEPS = 11, 6  # of 45 samples, the fifth step of an epoch ha
         ("regularised", "momentum", 1, 46, False),
         ("embedding", "momentum", 1, 46, False),
         ("embedding", "adam", 3, 45, True),
-        pytest.param("regularised", "adam", 3, 45, True, marks=pytest.mark.slow),
-        pytest.param("embedding", "adam", 1, 46, True, marks=pytest.mark.slow),
     ],
 )
-@on_ranks(2, slow=[1, 3])
+@on_ranks(2)
 def test_n_ranks_equal_one_process(
     collective: Collective, model: str, optimizer: str, accumulate: int, num_samples: int, shard_optimizer: bool
 ) -> None:
@@ -93,6 +91,13 @@ def test_n_ranks_equal_one_process(
         global_batch_size=GLOBAL_BATCH_SIZE,
         steps=STEPS,
     )
+
+
+@pytest.mark.slow
+@on_ranks(1, 3)
+def test_one_and_three_ranks_equal_one_process(collective: Collective) -> None:
+    model = "embedding" if collective.world.size == 1 else "regularised"
+    test_n_ranks_equal_one_process.body(collective, model, "adam", 3, 45, True)
 
 
 def dropout_model() -> keras.Model:

@@ -145,7 +145,7 @@ def train(
         ("augmented", {}),
     ],
 )
-@on_ranks(2, slow=[1, 3])
+@on_ranks(2)
 def test_they_train_the_same_bits_as_single_steps(
     collective: Collective, workload: str, settings: dict[str, Any]
 ) -> None:
@@ -158,6 +158,13 @@ def test_they_train_the_same_bits_as_single_steps(
     assert many[:2] == single[:2]
     # The first step compiles; the action of step 9 and the short last steps of epochs (5, 10) end a call.
     assert (single[2], many[2]) == ([], [3, 4, 3])
+
+
+@pytest.mark.slow
+@on_ranks(1, 3)
+def test_one_and_three_ranks_train_the_same_bits(collective: Collective) -> None:
+    settings = {"optimizer": {"name": "adam", "ema": 0.9, "schedule": "cosine"}, "shard_optimizer": True}
+    test_they_train_the_same_bits_as_single_steps.body(collective, "dropout", settings)
 
 
 @on_ranks(2)

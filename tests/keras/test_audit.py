@@ -199,10 +199,7 @@ RIGHT: dict[str, Script] = {
     ),
     "predivided in groups": Script(optimizer=distribute(gradient_predivide_factor=2.0, groups=2)),
     "a tape": Script(optimizer=plain_sgd, model=Once),
-    "accumulated": Script(
-        optimizer=distribute(backward_passes_per_step=2),
-        layers=lambda: [keras.layers.Dropout(0.5)],
-    ),
+    "accumulated": Script(optimizer=distribute(backward_passes_per_step=2), layers=lambda: [keras.layers.Dropout(0.5)]),
     "clipped, with sample weights": Script(
         optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1)), weights=True
     ),

@@ -176,10 +176,7 @@ model.fit(np.ones((8, 6 - hvd.rank())), np.ones((8, 1)), batch_size=2, verbose=0
 
 
 ENDINGS = {
-    "init after shutdown": (
-        "hvd.shutdown()\nhvd.init()",
-        "init() was called after shutdown(), which has ended MPI",
-    ),
+    "init after shutdown": ("hvd.shutdown()\nhvd.init()", "init() was called after shutdown(), which has ended MPI"),
     "fit on one rank alone": (
         "if hvd.rank() == 1: sys.exit(0)\nmodel.fit(x, x, callbacks=[hvd.callbacks.Run(sys.argv[1])])",
         "lost the other ranks while this one waits for the other ranks",

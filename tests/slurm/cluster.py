@@ -178,11 +178,7 @@ class Cluster:
         return finished.stdout
 
     def submit(
-        self,
-        script: Path,
-        *options: str | Path,
-        env: Mapping[str, str] | None = None,
-        cwd: Path = REPOSITORY,
+        self, script: Path, *options: str | Path, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY
     ) -> int:
         """The id of a new job; options are sbatch's."""
         finished = self.run(["sbatch", "--parsable", *options, script], env=env, cwd=cwd)

@@ -83,13 +83,7 @@ class RunJob:
         return self.cluster.wait_for_end(self.number, timeout=START_SECONDS)
 
 
-def launch_slurm(
-    cluster: Cluster,
-    command: str,
-    *options: str,
-    flags: Sequence[str] = (),
-    cwd: Path,
-) -> Finished:
+def launch_slurm(cluster: Cluster, command: str, *options: str, flags: Sequence[str] = (), cwd: Path) -> Finished:
     """Run ``python -m launch slurm COMMAND OPTIONS -- FLAGS`` on the login host."""
     words = [sys.executable, "-m", "launch", "slurm", command, *options, "--", *flags]
     return cluster.run(words, env={"PYTHONPATH": str(REPOSITORY)}, cwd=cwd)

@@ -13,12 +13,7 @@ from ringtrain.messages.log import show_log
 from ringtrain.run import store
 from ringtrain.run.directory import RunDirectory
 from ringtrain.run.lease import LeaseLostError, acquire_lease
-from ringtrain.run.store import (
-    BEST,
-    find_best,
-    step_name,
-    tidy,
-)
+from ringtrain.run.store import BEST, find_best, step_name, tidy
 from tests.unit.checkpoints import make_checkpoint, read_tree, save
 
 

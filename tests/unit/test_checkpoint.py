@@ -15,15 +15,7 @@ import pytest
 from ringtrain.errors import DataError
 from ringtrain.run import checkpoint as checkpoint_module
 from ringtrain.run.checkpoint import VARIABLES_FILE, Checkpoint, DamagedError, read_checkpoint
-from ringtrain.run.store import (
-    find_newest,
-    list_steps,
-    remove_unfinished,
-    set_aside,
-    step_name,
-    tidy,
-    write_checkpoint,
-)
+from ringtrain.run.store import find_newest, list_steps, remove_unfinished, set_aside, step_name, tidy, write_checkpoint
 from ringtrain.run.variables import describe_difference
 from ringtrain.runtime import activity
 from tests.unit.checkpoints import FILES, RNG, assert_is_of_step, make_checkpoint, read_tree, save, shorten_by_one

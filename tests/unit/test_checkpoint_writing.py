@@ -19,13 +19,7 @@ import pytest
 
 from ringtrain.files import atomic
 from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
-from ringtrain.run.store import (
-    find_best,
-    find_newest,
-    remove_unfinished,
-    step_name,
-    write_checkpoint,
-)
+from ringtrain.run.store import find_best, find_newest, remove_unfinished, step_name, write_checkpoint
 from tests.unit.checkpoints import FILES, assert_is_of_step, make_checkpoint, read_tree, save
 
 
@@ -170,9 +164,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_writer_killed_at_any_moment_loses_no_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_writer_killed_at_any_moment_loses_no_checkpoint(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)

@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringtrain.data.formats.cifar10 import (
-    ARCHIVE_NAME,
-    FILES,
-    FOLDER_NAME,
-    RECORD_BYTES,
-    Download,
-    load_cifar10,
-)
+from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, FILES, FOLDER_NAME, RECORD_BYTES, Download, load_cifar10
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
 

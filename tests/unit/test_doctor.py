@@ -261,12 +261,7 @@ def test_who_can_talk_to_other_ranks(failures: dict[str, str], parts: tuple[str,
 # --- Several ranks ---
 
 
-SUMS = AllReduce(
-    description="Horovod over MPI",
-    seconds=0.008,
-    short_seconds=2e-4,
-    is_right=True,
-)
+SUMS = AllReduce(description="Horovod over MPI", seconds=0.008, short_seconds=2e-4, is_right=True)
 
 
 def rank_facts(rank: int, size: int = 2, node: str = "a", **changes: Any) -> Facts:

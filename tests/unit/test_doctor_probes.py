@@ -11,12 +11,7 @@ import pytest
 
 from ringtrain.doctor.inside import describe_mpi
 from ringtrain.doctor.judging import judge
-from ringtrain.doctor.probes import (
-    gather_facts,
-    load_packages,
-    parse_gpus,
-    read_answer,
-)
+from ringtrain.doctor.probes import gather_facts, load_packages, parse_gpus, read_answer
 from ringtrain.doctor.table import exit_code
 from ringtrain.runtime.machine import read_memory_limits
 from ringtrain.runtime.world import World

@@ -157,10 +157,7 @@ def test_the_speed_page_quotes_the_results_of_the_guards(experiment: str, senten
     assert f"{said}A/A control {control.low:.3f} to {control.high:.3f})" in words
 
 
-COLUMNS = {
-    "unconnected processes": "bound",
-    "stock Horovod": "minimal_stock",
-}
+COLUMNS = {"unconnected processes": "bound", "stock Horovod": "minimal_stock"}
 FIT_COLUMNS = {"unconnected `fit`s": "bound", "`fit` by Horovod": "horovod", "Keras 2 on Horovod": "tf_keras"}
 
 

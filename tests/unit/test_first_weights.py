@@ -60,10 +60,7 @@ def test_what_does_not_fit_is_listed_and_left_alone(tmp_path: Path) -> None:
     model = create_model()
     before = model.get_layer("head").get_weights()
     lines = take_weights(job_of(model), file)
-    assert lines[1:] == [
-        "  new: head/kernel [4, 2], of shape [4, 7] there",
-        "  new: head/bias [2], of shape [7] there",
-    ]
+    assert lines[1:] == ["  new: head/kernel [4, 2], of shape [4, 7] there", "  new: head/bias [2], of shape [7] there"]
     for old, new in zip(before, model.get_layer("head").get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
     lines = take_weights(job_of(create_model(head_name="other")), file)

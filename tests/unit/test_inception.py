@@ -53,14 +53,7 @@ def test_the_network_is_the_paper_s(model: keras.Model) -> None:
     auxiliary = [v for v in model.trainable_variables if "auxiliary" in v.path]
     main = [v for v in model.trainable_variables if "auxiliary" not in v.path]
     assert sorted(tuple(v.shape) for v in main) == kernels
-    assert [tuple(v.shape) for v in auxiliary] == [
-        (1, 1, 768, 128),
-        (128,),
-        (1, 1, 128, 768),
-        (768,),
-        (768, 7),
-        (7,),
-    ]
+    assert [tuple(v.shape) for v in auxiliary] == [(1, 1, 768, 128), (128,), (1, 1, 128, 768), (768,), (768, 7), (7,)]
 
 
 @pytest.mark.parametrize(

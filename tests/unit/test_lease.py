@@ -134,9 +134,7 @@ def test_of_many_that_start_together_exactly_one_gets_it(tmp_path: Path, start: 
             assert "--out" in answer
 
 
-def test_one_of_many_threads_holds_it_and_numbers_never_repeat(
-    tmp_path: Path,
-) -> None:
+def test_one_of_many_threads_holds_it_and_numbers_never_repeat(tmp_path: Path) -> None:
     begin = threading.Barrier(4)
     holding: list[int] = []
     seen: list[list[int]] = []

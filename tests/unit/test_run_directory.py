@@ -162,14 +162,7 @@ def test_each_event_is_a_line_of_valid_json_at_once(tmp_path: Path) -> None:
     run.write_event("end", status="ä\nb")
 
     first, second = read_events(tmp_path)
-    assert first == {
-        "event": "train",
-        "step": 1,
-        "loss": "nan",
-        "lr": "inf",
-        "gradient_norm": "-inf",
-        "accuracy": 0.5,
-    }
+    assert first == {"event": "train", "step": 1, "loss": "nan", "lr": "inf", "gradient_norm": "-inf", "accuracy": 0.5}
     assert second == {"event": "end", "status": "ä\nb"}
     run.close()
 

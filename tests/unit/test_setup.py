@@ -328,10 +328,7 @@ def test_gpu_setup_refuses_gpus_unsupported_by_its_compiler(tmp_path: Path, gpu:
 
 def test_setup_refuses_a_gpu_value_other_than_0_or_1(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without=set(), gpu="yes")
-    assert (done.returncode, done.stderr) == (
-        1,
-        "set-up: GPU=yes; it must be 1 (Horovod with NCCL) or 0 (for cores)\n",
-    )
+    assert (done.returncode, done.stderr) == (1, "set-up: GPU=yes; it must be 1 (Horovod with NCCL) or 0 (for cores)\n")
 
 
 def test_setup_tests_names_missing_packages_in_one_line(tmp_path: Path) -> None:
@@ -379,13 +376,7 @@ def test_no_newer_release_gives_one_line() -> None:
 def without_daemons(policy: Path, command: str) -> subprocess.CompletedProcess[bytes]:
     """Run a command as `.ci/lib.sh` runs apt-get, where a system keeps its policy for daemons elsewhere."""
     shell = f'source .ci/lib.sh; DAEMON_POLICY="{policy}"; without_daemons {command}'
-    return subprocess.run(
-        ["bash", "-c", shell],
-        cwd=ROOT,
-        capture_output=True,
-        start_new_session=True,
-        timeout=10,
-    )
+    return subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, start_new_session=True, timeout=10)
 
 
 @pytest.mark.parametrize("ending", ["exit 0", "exit 7", "kill -INT 0", "kill -TERM 0"])

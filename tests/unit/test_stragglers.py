@@ -12,14 +12,7 @@ import pytest
 
 from ringtrain.runtime.processes import list_threads
 from ringtrain.watchdog import stragglers
-from ringtrain.watchdog.stragglers import (
-    LOOKS_PER_WINDOW,
-    Looks,
-    RankTotals,
-    Stragglers,
-    describe_slow,
-    find_slow,
-)
+from ringtrain.watchdog.stragglers import LOOKS_PER_WINDOW, Looks, RankTotals, Stragglers, describe_slow, find_slow
 
 
 @pytest.mark.parametrize(

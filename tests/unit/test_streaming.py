@@ -73,10 +73,7 @@ OTHERS = {
     "other numbers": (np.zeros((2, 3), np.float32), np.zeros(3, np.int64)),
     "a number": (np.float32(1), np.zeros(2, np.int64)),
 }
-IN_A_DICT = {
-    "another key": {"a": np.zeros(2), "c": np.zeros(2)},
-    "a tuple for a dict": (np.zeros(2), np.zeros(2)),
-}
+IN_A_DICT = {"another key": {"a": np.zeros(2), "c": np.zeros(2)}, "a tuple for a dict": (np.zeros(2), np.zeros(2))}
 
 
 @pytest.mark.parametrize("other", OTHERS)

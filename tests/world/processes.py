@@ -135,12 +135,7 @@ class Finished:
 
 
 def run_command(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    timeout: float,
-    terminal: bool = False,
-    cwd: Path = REPOSITORY,
+    command: Sequence[str], *, env: Mapping[str, str], timeout: float, terminal: bool = False, cwd: Path = REPOSITORY
 ) -> Finished:
     """Run a command to its end; none of its processes lives when this returns.
 

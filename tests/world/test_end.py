@@ -51,10 +51,7 @@ def test_what_blocks_the_exit_of_a_run_is_named_and_abandoned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "how"),
-    [("mpirun", "thread"), ("mpirun", "child"), ("launch", "child")],
-)
+@pytest.mark.parametrize(("launcher", "how"), [("mpirun", "thread"), ("mpirun", "child"), ("launch", "child")])
 def test_a_rank_that_something_keeps_holds_up_no_launcher(
     launcher: str, how: str, run_ringtrain: RunRingtrain, tmp_path: Path
 ) -> None:

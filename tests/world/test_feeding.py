@@ -112,11 +112,7 @@ def test_each_epoch_starts_a_pass_and_a_run_resumes_by_replay(run_ringtrain: Run
 @pytest.mark.parametrize(
     ("options", "rc", "message"),
     [
-        (
-            ["fault=shape"],
-            3,
-            "rank 1 was fed (float64 [n, 2], float64 [n, 1]) in step 2; each batch must have",
-        ),
+        (["fault=shape"], 3, "rank 1 was fed (float64 [n, 2], float64 [n, 1]) in step 2; each batch must have"),
         (["fault=exception"], 1, "KeyError: 'the bug of the feed'"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)

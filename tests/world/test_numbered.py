@@ -165,9 +165,7 @@ def test_grain_and_array_records_are_trained_as_arrays_are(run_ringtrain: RunRin
         for count in steps:
             flags = [*COMMON, "--options.by", "grain", *more, "--out", tmp_path / name]
             finished = run_command(
-                mpirun(python, "-m", "ringtrain", *flags, "--steps", count),
-                env=clean_environment(),
-                timeout=120,
+                mpirun(python, "-m", "ringtrain", *flags, "--steps", count), env=clean_environment(), timeout=120
             )
             assert finished.rc == 0, finished.stdout + finished.stderr
     expected = weights(tmp_path / "arrays", 6)

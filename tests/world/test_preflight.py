@@ -80,8 +80,7 @@ def test_a_differing_setting_is_named_with_its_rank_and_host(collective: Collect
         for fact, (other, odd_value, value) in CONFIGS.items():
             config = other if rank == odd else Config()
             message = refusal(
-                collective,
-                lambda config=config: require_same_start(collective, config, command="train", environ={}),
+                collective, lambda config=config: require_same_start(collective, config, command="train", environ={})
             )
             assert message.splitlines()[1:] == [f"  {expected_line(fact, odd, size, odd_value, value)}"]
 

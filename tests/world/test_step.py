@@ -452,9 +452,7 @@ def test_a_loss_scale_overflow_on_one_rank_is_skipped_by_all(collective: Collect
 
 
 @on_ranks(1)
-def test_the_loss_scale_halves_and_doubles_after_2000_good_steps(
-    collective: Collective,
-) -> None:
+def test_the_loss_scale_halves_and_doubles_after_2000_good_steps(collective: Collective) -> None:
     scale = LossScale(is_dynamic=True)
     value, good_steps = scale.variables
 
@@ -572,12 +570,7 @@ def test_first_values_reach_every_variable_and_slot_but_no_seed(collective: Coll
     def create() -> keras.Model:
         layers = keras.layers
         return keras.Sequential(
-            [
-                keras.Input((NUM_FEATURES,)),
-                layers.BatchNormalization(),
-                layers.Dropout(0.5),
-                layers.Dense(3),
-            ]
+            [keras.Input((NUM_FEATURES,)), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(3)]
         )
 
     batch = make_batch(np.zeros((2, NUM_FEATURES), np.float32), np.array([0, 1]), step=0, global_count=2)

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.world.running import (
-    Run,
-    assert_history_is_whole,
-    digest,
-    events,
-    final_checkpoint,
-    run_to_end,
-    running,
-)
+from tests.world.running import Run, assert_history_is_whole, digest, events, final_checkpoint, run_to_end, running
 
 EPOCHS, STEPS = 6, 48
 SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.05"}

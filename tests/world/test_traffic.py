@@ -34,11 +34,7 @@ def test_an_embedding_sends_only_the_rows_that_it_touched(collective: Collective
     generator = np.random.default_rng(collective.world.rank)
     batch = make_batch(generator.integers(0, NUM_ROWS, (8, 4)), generator.integers(0, 3, 8), step=0, global_count=16)
     step = create_step(
-        collective,
-        embedding_of_a_million_rows,
-        lambda: keras.optimizers.SGD(0.1),
-        spec_of(batch),
-        precision="float32",
+        collective, embedding_of_a_million_rows, lambda: keras.optimizers.SGD(0.1), spec_of(batch), precision="float32"
     )
     step.read(step(batch, 0.1))
     steps = 3

@@ -75,12 +75,7 @@ def regularised_model() -> keras.Model:
 def embedding_model() -> keras.Model:
     layers = keras.layers
     return keras.Sequential(
-        [
-            keras.Input((4,), dtype="int64"),
-            layers.Embedding(NUM_WORDS, 3),
-            layers.Flatten(),
-            layers.Dense(NUM_CLASSES),
-        ]
+        [keras.Input((4,), dtype="int64"), layers.Embedding(NUM_WORDS, 3), layers.Flatten(), layers.Dense(NUM_CLASSES)]
     )
 
 

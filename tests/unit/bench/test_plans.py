@@ -23,15 +23,7 @@ from benchmarks.peers.peer_models import MODELS
 from benchmarks.plans import PLANS, VARIATIONS, plan_starts, plan_variations
 from benchmarks.rounds import plan_orders
 from benchmarks.settings import BenchOptions, Settings, choose_settings
-from benchmarks.steps import (
-    GOALS,
-    ORDER_FILE,
-    STEP_CONTENDERS,
-    plan_guards,
-    plan_loops,
-    plan_steps,
-    write_order,
-)
+from benchmarks.steps import GOALS, ORDER_FILE, STEP_CONTENDERS, plan_guards, plan_loops, plan_steps, write_order
 from ringtrain.collectives.timing import bus_bandwidth
 from ringtrain.config import Config
 from ringtrain.data.order import SampleOrder

@@ -19,12 +19,7 @@ SITE = {
     "scontrol": "printf 'n1\\nn2\\n'",
     "sbatch": "",
 }
-JOB = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_CPUS_PER_TASK": "3",
-    "SLURM_NTASKS": "8",
-}
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS": "8"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,13 +95,7 @@ sys.exit(run_guarded(work))
     command = ["nohup", sys.executable, "-c", script]
     finished = subprocess.run(command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, timeout=20)
     assert finished.returncode == 0, finished.stderr
-    finished = subprocess.run(
-        command[1:],
-        env=clean_environment(),
-        cwd=REPOSITORY,
-        capture_output=True,
-        timeout=20,
-    )
+    finished = subprocess.run(command[1:], env=clean_environment(), cwd=REPOSITORY, capture_output=True, timeout=20)
     assert finished.returncode >= 1
 
 

@@ -87,12 +87,7 @@ DECISIONS = [
     (ended(status=0, end=None, run=None, failed_rank=None), False, 0, ["in good order"]),
     (ended(status=0, end=None, run=None, failed_rank=None, state=JobState.ENDING), False, 1, ["did not say why"]),
     (ended(status=0, end=None, failed_rank=None), True, 1, ["exit code 0", "did not say why"]),
-    (
-        ended(status=0, end=None, failed_rank=None, run=RUN._replace(is_complete=True)),
-        False,
-        0,
-        ["completed before"],
-    ),
+    (ended(status=0, end=None, failed_rank=None, run=RUN._replace(is_complete=True)), False, 0, ["completed before"]),
     # failed, which may not come again: at most 3 restarts without a newer checkpoint
     (ended(status=6, end=HANG), True, 6, ["(hang)", "restart 1 of at most 20, 1 of at most 3 from the checkpoint of"]),
     (ended(status=143, end=LOST), True, 1, ["exit code 1 (lost a rank). lost rank 1 on n2"]),
@@ -384,12 +379,7 @@ def test_a_refusal_of_requeue_and_sbatch_is_reported(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "exit_code", "words"),
-    [
-        (DONE, 0, "the run is complete."),
-        (DATA, 3, "holds no images"),
-        (FILE, 75, "file"),
-    ],
+    ("end", "exit_code", "words"), [(DONE, 0, "the run is complete."), (DATA, 3, "holds no images"), (FILE, 75, "file")]
 )
 def test_other_ends_are_reported_last_without_a_restart(
     end: EndRecord | None, exit_code: int, words: str, site: Site

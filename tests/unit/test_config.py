@@ -74,17 +74,7 @@ from ringtrain.errors import UsageError
         ({"profile": "9:8"}, "profile is '9:8'; it must be START:STOP"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'; it must be one of stop, skip"),
         ({"data_dir": Path("/no/such/place")}, "data_dir '/no/such/place' is no directory"),
-    ],
-)
-def test_a_wrong_setting_is_named_with_its_value_and_the_rule(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        Config(**values)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+        # of the optimizer
         ({"name": "sdg"}, "optimizer.name is 'sdg'; it must be one of sgd, adam"),
         ({"lr_scale": "log"}, "optimizer.lr_scale is 'log'; it must be one of none, linear, sqrt"),
         ({"schedule": "step"}, "optimizer.schedule is 'step'; it must be one of constant, exponential, cosine"),
@@ -108,10 +98,9 @@ def test_a_wrong_setting_is_named_with_its_value_and_the_rule(values: dict[str, 
         ({"name": "rmsprop", "momentum": 0.9, "nesterov": True}, "optimizer.nesterov is true"),
     ],
 )
-def test_a_wrong_optimizer_setting_gives_its_value_and_the_rule(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        OptimizerConfig(**values)
-    assert message in str(caught.value)
+def test_a_wrong_setting_is_named_with_its_value_and_the_rule(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        OptimizerConfig(**values) if message.startswith("optimizer.") else Config(**values)
 
 
 def test_settings_cannot_be_changed() -> None:

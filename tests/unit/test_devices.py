@@ -415,11 +415,8 @@ def test_only_own_cores_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pinned == [(2, 3, 4)]
 
 
-def test_one_visible_gpu_is_number_0_whatever_the_rank() -> None:
+def test_ranks_take_gpus_by_their_local_rank_unless_they_see_one_alone() -> None:
     assert [choose_gpu(local_world(rank, 4), 1) for rank in range(4)] == [0, 0, 0, 0]
-
-
-def test_ranks_take_gpus_by_their_local_rank() -> None:
     assert [choose_gpu(local_world(rank, 3), 4) for rank in range(3)] == [0, 1, 2]
 
 
@@ -454,6 +451,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 def test_the_tightest_quota_of_cgroup_version_2_counts(
     tmp_path: Path, files: dict[str, str], quota: float | None
 ) -> None:
+    assert read_cgroup_quota(tmp_path) is None
     write(tmp_path, {"proc/self/cgroup": "0::/a/b", **files})
     assert read_cgroup_quota(tmp_path) == quota
 
@@ -470,10 +468,6 @@ def test_the_quota_of_cgroup_version_1_counts(tmp_path: Path) -> None:
         },
     )
     assert read_cgroup_quota(tmp_path) == 2.5
-
-
-def test_no_cgroup_is_no_quota(tmp_path: Path) -> None:
-    assert read_cgroup_quota(tmp_path) is None
 
 
 def test_the_machine_s_cores_are_this_process_s() -> None:

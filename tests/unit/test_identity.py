@@ -158,20 +158,21 @@ def test_eval_and_export_take_the_runs_own_checkpoints(config: Config, tmp_path:
         export.main([str(run), "--checkpoint", step_name(6)], read_world({}))
 
 
-def test_a_foreign_checkpoint_with_equal_settings_is_detected(config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        (0, r"is of another run: it is of run .*--init_from"),  # with an identity
+        (7, r"of another run with other settings \(seed 7 -> 0\).*older ringtrain"),  # without one
+    ],
+)
+def test_a_foreign_checkpoint_is_known_by_its_identity_or_settings(
+    config: Config, tmp_path: Path, seed: int, message: str
+) -> None:
     run = make_run(config, [2])
-    other = make_run(replace(config, out=tmp_path / "other"), [6])
-    sign(other, [6])
+    other = make_run(replace(config, out=tmp_path / "other", seed=seed), [6])
+    sign(other, [6] if not seed else [])
     shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
-    with pytest.raises(UsageError, match=r"is of another run: it is of run .*--init_from"):
-        open_run(config)
-
-
-def test_a_foreign_checkpoint_without_identity_is_detected(config: Config, tmp_path: Path) -> None:
-    run = make_run(config, [2])
-    other = make_run(replace(config, out=tmp_path / "other", seed=7), [6])
-    shutil.copytree(other / "checkpoints" / step_name(6), run / "checkpoints" / step_name(6))
-    with pytest.raises(UsageError, match=r"of another run with other settings \(seed 7 -> 0\).*older ringtrain"):
+    with pytest.raises(UsageError, match=message):
         open_run(config)
 
 
@@ -185,30 +186,12 @@ def test_a_copied_run_keeps_its_identity(config: Config, tmp_path: Path) -> None
 # --- Checkpoints that have gone ---
 
 
-def remove(root: Path) -> None:
-    shutil.rmtree(root)
-
-
-def empty(root: Path) -> None:
-    shutil.rmtree(root)
-    root.mkdir()  # as a mount point is, where nothing is mounted
-
-
-def link_to_nowhere(root: Path) -> None:
-    root.rename(root.with_name("elsewhere"))
-    root.symlink_to("gone")
-
-
-def replace_by_file(root: Path) -> None:
-    shutil.rmtree(root)
-    root.write_text("")
-
-
-GONE = {
-    "is not there": remove,
-    "holds none": empty,
-    "is a link to 'gone', which is not there": link_to_nowhere,
-    "is a file": replace_by_file,
+# What has come in place of the directory of checkpoints; empty, as a mount point is where nothing is mounted.
+GONE: dict[str, Callable[[Path], object]] = {
+    "is not there": lambda root: None,
+    "holds none": Path.mkdir,
+    "is a link to 'gone', which is not there": lambda root: root.symlink_to("gone"),
+    "is a file": Path.touch,
 }
 
 
@@ -216,6 +199,7 @@ GONE = {
 @pytest.mark.parametrize("why", GONE)
 def test_a_run_without_its_checkpoints_is_refused_unchanged(config: Config, why: str, resume: Any) -> None:
     run = make_run(config, [2, 4])
+    shutil.rmtree(run / "checkpoints")
     GONE[why](run / "checkpoints")
     before = read_files(run)
     for _ in range(2):
@@ -227,7 +211,7 @@ def test_a_run_without_its_checkpoints_is_refused_unchanged(config: Config, why:
 
 def test_resume_never_starts_a_new_run_next_to_it(config: Config, tmp_path: Path) -> None:
     run = make_run(config, [2, 4])
-    remove(run / "checkpoints")
+    shutil.rmtree(run / "checkpoints")
     before = read_files(run)
     opened = open_run(replace(config, resume="never"))
     opened.directory.close()

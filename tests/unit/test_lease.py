@@ -200,16 +200,6 @@ def test_that_of_a_killed_process_is_taken_at_once(tmp_path: Path, start: Any) -
     assert said == []
 
 
-def test_that_of_a_process_that_is_gone_is_taken_at_once(tmp_path: Path, start: Any) -> None:
-    holder = start()
-    number = holder.hold()
-    holder.popen.kill()
-    holder.popen.wait()
-    lease = acquire(tmp_path)
-    assert lease.number == number + 1
-    lease.close()
-
-
 def test_a_lease_is_held_while_its_holder_lives(tmp_path: Path, start: Any) -> None:
     assert not is_held(tmp_path)
     acquire(tmp_path).close()
@@ -248,13 +238,6 @@ def test_a_released_lease_is_taken_at_once_with_a_new_number(tmp_path: Path) -> 
         lease.close()
     assert numbers == [1, 2, 3, 4, 5]
     assert [path.name for path in (tmp_path / LEASE_DIRECTORY).iterdir()] == ["000005"]
-
-
-def test_a_holder_that_ends_lets_the_next_one_in(tmp_path: Path, start: Any) -> None:
-    first, second = start(), start()
-    number = first.hold()
-    first.end()
-    assert second.hold() == number + 1
 
 
 # --- A late one notices ---
@@ -393,23 +376,18 @@ def test_a_lease_taken_by_another_meanwhile_names_that_process(tmp_path: Path, s
 
 
 @pytest.mark.parametrize(
-    "text", ["", "\0" * 50, "{", "null", "7", "[]", "[1, 2]", '"ab"', "{}", '{"pid": 1', '{"released": true}']
+    "text",
+    ["", "\0" * 50, "{", "null", "7", "[]", "[1, 2]", '"ab"', "{}", '{"pid": 1', '{"released": true}', "\xff\xfe{"],
 )
 def test_a_damaged_lease_file_does_not_block(tmp_path: Path, text: str) -> None:
     acquire(tmp_path).close()
-    lease_file(tmp_path).write_text(text)
+    lease_file(tmp_path).write_text(text, encoding="latin-1")
     begin = time.monotonic()
     lease = acquire(tmp_path)
     assert time.monotonic() - begin < 1
     assert lease.number == 2
     lease.check()
     lease.close()
-
-
-def test_a_binary_lease_file_does_not_block(tmp_path: Path) -> None:
-    acquire(tmp_path).close()
-    lease_file(tmp_path).write_bytes(b"\xff\xfe{")
-    acquire(tmp_path).close()
 
 
 @pytest.mark.parametrize("missing", ["pid", "started", "boot", "pid_namespace", "host", "job"])

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -380,18 +381,8 @@ def test_a_stop_path_that_is_no_file_is_ignored(tmp_path: Path, kind: str) -> No
 
 
 def test_a_thread_is_refused() -> None:
-    errors: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            StopRequests().__enter__()
-        except UsageError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(errors[0])
+    with ThreadPoolExecutor() as threads, pytest.raises(UsageError, match="main thread"):
+        threads.submit(StopRequests().__enter__).result()
 
 
 def test_a_signal_that_the_workload_has_taken_is_taken_back() -> None:

@@ -256,35 +256,14 @@ def test_the_checksum_is_that_of_the_format() -> None:
     assert masked_crc32c(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def length_in(path: Path) -> None:
-    damage(path, 3, record=2)
-
-
-def length_crc_in(path: Path) -> None:
-    damage(path, 9, record=2)
-
-
-def cut_in_data(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-50])
-
-
-def cut_in_header(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: record_offset(content, 3) + 5])
-
-
-def cut_in_footer(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 @pytest.mark.parametrize(
     ("spoil", "record", "said"),
     [
-        (length_in, 2, "wrong checksum (CRC32C) of its length"),
-        (length_crc_in, 2, "wrong checksum (CRC32C) of its length"),
-        (cut_in_data, 3, "is cut off"),
-        (cut_in_header, 3, "is cut off"),
-        (cut_in_footer, 3, "is cut off"),
+        (lambda path: damage(path, 3, record=2), 2, "wrong checksum (CRC32C) of its length"),  # in the length
+        (lambda path: damage(path, 9, record=2), 2, "wrong checksum (CRC32C) of its length"),  # in its checksum
+        (lambda path: os.truncate(path, path.stat().st_size - 50), 3, "is cut off"),  # in the data
+        (lambda path: os.truncate(path, record_offset(path.read_bytes(), 3) + 5), 3, "is cut off"),  # in the header
+        (lambda path: os.truncate(path, path.stat().st_size - 1), 3, "is cut off"),  # in the data's checksum
     ],
 )
 def test_a_damaged_file_is_named_with_record_and_byte(

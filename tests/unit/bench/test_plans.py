@@ -24,7 +24,6 @@ from benchmarks.plans import PLANS, VARIATIONS, plan_starts, plan_variations
 from benchmarks.rounds import plan_orders
 from benchmarks.settings import BenchOptions, Settings, choose_settings
 from benchmarks.steps import GOALS, ORDER_FILE, STEP_CONTENDERS, plan_guards, plan_loops, plan_steps, write_order
-from ringtrain.collectives.timing import bus_bandwidth
 from ringtrain.config import Config
 from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
@@ -270,11 +269,6 @@ def test_each_round_has_every_contender_once_in_seeded_order() -> None:
     assert len({tuple(each) for each in names}) > 10
     assert orders == plan_orders(contenders, 20, seed=3)
     assert orders != plan_orders(contenders, 20, seed=4)
-
-
-def test_bus_bandwidth_counts_what_a_ring_sends() -> None:
-    assert bus_bandwidth(10**9, 1.0, 2) == 1e9
-    assert bus_bandwidth(10**9, 1.0, 1000) == pytest.approx(2e9, rel=2e-3)
 
 
 def test_result_files_contain_no_path_of_this_machine(tmp_path: Path) -> None:

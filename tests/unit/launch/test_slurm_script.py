@@ -24,41 +24,22 @@ from tests.unit.launch.batch import Site, create_site
 
 RECORDED = Path(__file__).parent
 HOSTILE = ["$(touch flag)", "`touch flag`", "'", '"', "\\", "\n#SBATCH --nodes=9", "\r", "-"]
+DIGITS = ["--workload", "digits"]
 CASES = {
     "gpus": [
         *["--nodes", "2", "--gpus_per_node", "4", "--cpus_per_rank", "8", "--mpi", "pmix"],
-        *[
-            "--time",
-            "12:00:00",
-            "--partition",
-            "gpu",
-            "--account",
-            "vision",
-            "--mem",
-            "200G",
-            "--job_name",
-            "inception",
-        ],
+        *["--time", "12:00:00", "--partition", "gpu", "--account", "vision", "--mem", "200G"],
+        *["--job_name", "inception"],
         *["--module", "cuda/12.5", "--module", "openmpi/4.1.6", "--venv", "/home/ada/ringtrain/.venv"],
         *["--", "--workload", "inception", "--data_dir", "/data/images", "--options.image_size", "299"],
     ],
-    "cores": ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmi2", "--no_requeue", "--", "--workload", "digits"],
+    "cores": ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmi2", "--no_requeue", "--", *DIGITS],
     "spare": ["--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--spare_nodes", "1"],
     "horovodrun": [
         *["--nodes", "4", "--ranks_per_node", "16", "--mpi", "horovodrun", "--conda", "ringtrain", "--qos", "long"],
         *["--constraint", "rack1|rack2", "--signal_seconds", "300", "--env", "HOROVOD_LOG_LEVEL=info"],
     ],
-    "horovodrun_one_node": [
-        "--nodes",
-        "1",
-        "--ranks_per_node",
-        "2",
-        "--mpi",
-        "horovodrun",
-        "--",
-        "--workload",
-        "digits",
-    ],
+    "horovodrun_one_node": ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "horovodrun", "--", *DIGITS],
     "array": [
         *["--nodes", "2", "--ranks_per_node", "1", "--mpi", "pmix", "--spare_nodes", "1", "--array_limit", "2"],
         *["--array", "optimizer.lr=0.1,0.01 seed=1..2 'data_dir=/data/a b'", "--", "--out", "runs/a b"],

@@ -120,6 +120,41 @@ def test_a_restart_without_progress_ends_the_loop() -> None:
     )
 
 
+LAST_LINES = ["its last lines:", "not enough slots"]
+EXPLAINED: dict[str, tuple[Attempt, list[str]]] = {
+    "a rank without words of its own": (
+        attempt(rank_end(0, None, "SIGKILL")),
+        ["rank 0 on node7 (pid 100) was killed by SIGKILL, the first to end", "  [0] a warning"],
+    ),
+    "a run that saved": (attempt(rank_end(1, 75), end=SAVED), ["stopped by SIGTERM: saved"]),
+    "no rank started": (
+        attempt(num_started=0), ["mpirun ended with exit code 1 and had started no rank", *LAST_LINES]
+    ),
+    "a killed launcher": (
+        attempt(launcher_code=-9, launcher_lines=[]), ["mpirun was killed by SIGKILL before its ranks had ended"]
+    ),
+    "not all ranks started": (
+        attempt(launcher_code=213, num_started=1),
+        ["mpirun ended with exit code 213 before its ranks had ended", *LAST_LINES],
+    ),
+    "stopped before the first step": (
+        attempt(rank_end(0, None, "SIGINT"), signals=[signal.SIGINT]),
+        ["stopped before the first step; there was nothing to save"],
+    ),
+    "cut short": (
+        attempt(signals=[signal.SIGINT], is_cut_short=True, launcher_code=None),
+        ["mpirun and its ranks were ended without saving"],
+    ),
+    "completed": (attempt(rank_end(0), rank_end(1)), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", EXPLAINED)
+def test_an_end_is_explained_in_a_few_lines(how: str) -> None:
+    ended, lines = EXPLAINED[how]
+    assert explain(ended) == lines
+
+
 def test_the_first_failed_rank_and_its_error_precede_the_end() -> None:
     ended = attempt(rank_end(1, 3), rank_end(0, 1), end=end_told("data", 3, "rank 1 on node7: no such file"))
     assert explain(ended) == [
@@ -140,36 +175,6 @@ def test_a_rank_ended_by_the_watchdog_is_not_the_first_to_fail() -> None:
     ended = attempt(rank_end(1, 6), rank_end(0, 6), end=end_told("hang", 6, hang))
     assert explain(ended) == [hang]
     assert "exit code 6" in explain(attempt(rank_end(1, 6)))[0]  # where no rank could say why
-
-
-def test_a_rank_without_words_of_its_own_shows_its_last_lines() -> None:
-    assert explain(attempt(rank_end(0, None, "SIGKILL"))) == [
-        "rank 0 on node7 (pid 100) was killed by SIGKILL, the first to end",
-        "  [0] a warning",
-    ]
-
-
-def test_a_run_that_saved_reports_only_that() -> None:
-    assert explain(attempt(rank_end(1, 75), end=SAVED)) == ["stopped by SIGTERM: saved"]
-
-
-def test_a_launcher_that_starts_no_rank_shows_its_last_lines() -> None:
-    assert explain(attempt(num_started=0)) == [
-        "mpirun ended with exit code 1 and had started no rank",
-        "its last lines:",
-        "not enough slots",
-    ]
-
-
-def test_a_launcher_that_was_killed_is_named() -> None:
-    assert explain(attempt(launcher_code=-9, launcher_lines=[])) == [
-        "mpirun was killed by SIGKILL before its ranks had ended"
-    ]
-
-
-def test_a_launcher_that_cannot_start_all_ranks_says_why() -> None:
-    said = explain(attempt(launcher_code=213, num_started=1))
-    assert said == ["mpirun ended with exit code 213 before its ranks had ended", "its last lines:", "not enough slots"]
 
 
 def test_of_an_end_of_many_lines_the_first_few_are_shown() -> None:
@@ -197,19 +202,5 @@ def test_an_out_of_memory_kill_is_reported_with_a_remedy() -> None:
     )
 
 
-def test_a_stop_before_the_first_step_has_nothing_to_save() -> None:
-    ended = attempt(rank_end(0, None, "SIGINT"), signals=[signal.SIGINT])
-    assert explain(ended) == ["stopped before the first step; there was nothing to save"]
-
-
-def test_a_run_that_is_cut_short_was_not_saved() -> None:
-    ended = attempt(signals=[signal.SIGINT], is_cut_short=True, launcher_code=None)
-    assert explain(ended) == ["mpirun and its ranks were ended without saving"]
-
-
 def test_processes_that_cannot_be_ended_are_named() -> None:
     assert "processes 7, 8 could not be ended" in explain(attempt(rank_end(1, 1), not_ended=[7, 8]))[-1]
-
-
-def test_a_completed_run_needs_no_words() -> None:
-    assert explain(attempt(rank_end(0), rank_end(1))) == []

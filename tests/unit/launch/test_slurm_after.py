@@ -423,57 +423,54 @@ def test_after_outside_of_a_batch_script_is_refused(monkeypatch: pytest.MonkeyPa
 # --- Slurm's programs ---
 
 
-def test_a_controller_that_is_away_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_path(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A site whose programs this process finds."""
+    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(site.programs))
+    return site
+
+
+def test_a_controller_that_is_away_is_asked_again(on_path: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "PAUSES_SECONDS", (0.0, 0.0))
-    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(site.programs))
-    site.set("scontrol", 'mkdir "$CALLS/came" || exit 0; echo "error: Unable to contact slurm controller" >&2; exit 1')
+    away = 'echo "error: Unable to contact slurm controller" >&2; exit 1'
+    on_path.set("scontrol", f'mkdir "$CALLS/came" || exit 0; {away}')
     assert controller.ask(REQUEUE).is_good
-    assert len(site.calls("scontrol")) == 2
-    site.set("scontrol", 'echo "error: Unable to contact slurm controller" >&2; exit 1')
+    assert len(on_path.calls("scontrol")) == 2
+    on_path.set("scontrol", away)
     assert controller.ask(REQUEUE) == (False, "error: Unable to contact slurm controller")
-    assert len(site.calls("scontrol")) == 5
+    assert len(on_path.calls("scontrol")) == 5
 
 
-def test_a_refusal_is_taken_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(site.programs))
-    site.set("scontrol", 'echo "no" >&2; exit 1')
+def test_a_refusal_is_taken_at_once(on_path: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_path.set("scontrol", 'echo "no" >&2; exit 1')
     assert controller.ask(REQUEUE) == (False, "no")
-    assert len(site.calls("scontrol")) == 1
+    assert len(on_path.calls("scontrol")) == 1
     monkeypatch.setattr(controller, "ANSWER_SECONDS", 0.05)
-    site.set("scontrol", "exec sleep 60")
+    on_path.set("scontrol", "exec sleep 60")
     assert "did not answer" in controller.ask(REQUEUE).text
-    (site.programs / "scontrol").unlink()
-    monkeypatch.setenv("PATH", str(site.programs))
+    (on_path.programs / "scontrol").unlink()
+    monkeypatch.setenv("PATH", str(on_path.programs))
     assert "scontrol is not on PATH" in controller.ask(REQUEUE).text
 
 
-def test_an_array_larger_than_the_site_allows_is_not_submitted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(site.programs))
-    site.set("scontrol", "echo 'MaxArraySize            = 4'")
+def test_an_array_larger_than_the_site_allows_is_not_submitted(on_path: Site) -> None:
+    on_path.set("scontrol", "echo 'MaxArraySize            = 4'")
     shape = ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix"]
     with pytest.raises(UsageError, match="array has 5 runs, and this site's MaxArraySize is 4"):
         main(["submit", *shape, "--array", "seed=1..5"])
-    assert site.calls("sbatch") == []
+    assert on_path.calls("sbatch") == []
     assert main(["submit", *shape, "--array", "seed=1..4"]) == 0
 
 
 @pytest.mark.parametrize("text", ["12", "12;cluster", "a notice of the site\n12"])
-def test_the_job_number_is_read_from_sbatch_s_output(text: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(site.programs))
-    site.set("sbatch", f"echo {shlex.quote(text)}")
+def test_the_job_number_is_read_from_sbatch_s_output(text: str, on_path: Site) -> None:
+    on_path.set("sbatch", f"echo {shlex.quote(text)}")
     assert controller.submit() == (True, "12")
 
 
-def test_submit_prints_how_to_manage_the_job(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(site.programs))
-    site.set("sbatch", 'cat >"$CALLS/stdin"; echo "8;cluster"')
+def test_submit_prints_how_to_manage_the_job(on_path: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    on_path.set("sbatch", 'cat >"$CALLS/stdin"; echo "8;cluster"')
     options = ["--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", "--job_name", "a %j"]
     flags = ["--out", "runs/it's"]
     assert main(["submit", *options, "--", *flags]) == 0
@@ -485,14 +482,12 @@ def test_submit_prints_how_to_manage_the_job(
         "  end it in seconds:     scancel 8",
     ]
     assert main(["render", *options, "--", *flags]) == 0
-    assert capsys.readouterr().out == (site.programs / "stdin").read_text()
-    assert site.calls("sbatch") == [[b"--parsable"]]
+    assert capsys.readouterr().out == (on_path.programs / "stdin").read_text()
+    assert on_path.calls("sbatch") == [[b"--parsable"]]
 
 
-def test_submit_reports_why_sbatch_refuses(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{site.programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(site.programs))
-    site.set("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+def test_submit_reports_why_sbatch_refuses(on_path: Site) -> None:
+    on_path.set("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     with pytest.raises(UsageError, match="invalid partition specified: x"):
         main(["submit", "--nodes", "1", "--ranks_per_node", "2", "--mpi", "pmix", "--partition", "x"])
 

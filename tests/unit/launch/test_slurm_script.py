@@ -175,17 +175,6 @@ def test_sbatch_gets_the_requested_options() -> None:
     assert "gpus-per-task=" not in render(JobRequest(nodes=1, gpus_per_node=8))
 
 
-def test_without_requeue_slurm_restarts_nothing() -> None:
-    directives = read_directives(render(job(can_requeue=False, max_requeues=5)))
-    assert "--no-requeue" in directives
-    assert "--requeue" not in directives
-    assert "--max_requeues 0 --max_restarts 0\n" in render(job(can_requeue=False, max_requeues=5))
-
-
-def test_under_horovodrun_only_the_shell_is_signalled() -> None:
-    assert "--signal=B:USR1@120" in read_directives(render(job(mpi="horovodrun")))
-
-
 printable = st.text().filter(lambda text: text.isprintable() and text.strip()) | st.text(" #\"'\\$`a", min_size=1)
 
 

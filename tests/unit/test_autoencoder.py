@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.data.formats.cifar10 import FILES, RECORD_BYTES
-from ringtrain.errors import DataError, UsageError
+from ringtrain.data.formats.cifar10 import FILES
+from ringtrain.errors import UsageError
 from ringtrain.workloads import create_workload, load_workload
 from ringtrain.workloads.autoencoder import Autoencoder, ImagesOf, choose_levels, create_autoencoder
 from ringtrain.workloads.base import Histogram, Images
@@ -139,12 +139,6 @@ def test_unknown_data_are_refused_with_the_names_that_there_are() -> None:
     ):
         with pytest.raises(UsageError, match=r"options\.data is 'mnist'; it must be one of cifar10, digits"):
             call()
-
-
-def test_missing_files_are_the_data_s_error(tmp_path: Path) -> None:
-    (tmp_path / FILES[0]).write_bytes(bytes(RECORD_BYTES))
-    with pytest.raises(DataError, match="there is no file"):
-        autoencoder().create_sources(tmp_path, synthetic=False)
 
 
 def test_the_loss_is_each_image_s_mean_squared_error() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.cli import main
 from ringtrain.data.formats.cifar10 import FILES, FOLDER_NAME, load_cifar10
 from ringtrain.data.formats.conversion import convert
 from ringtrain.data.formats.tfrecord import TFRecordSource, load_tfrecords
@@ -141,12 +140,6 @@ def test_a_source_of_unknown_kind_is_named(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path.with_name("made"), kind="image_folder")
 
 
-@pytest.fixture
-def _unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the cores of the process that runs the tests as they are."""
-    monkeypatch.setattr("ringtrain.commands.convert.pin", lambda *arguments, **options: None)
-
-
 def run_convert(*arguments: str | Path) -> Finished:
     """The command in a process of its own: what TensorFlow says at its start is said once in a process."""
     command = [sys.executable, "-m", "ringtrain", "convert", *map(str, arguments)]
@@ -165,22 +158,3 @@ def test_a_missing_source_gives_a_one_line_error(tmp_path: Path) -> None:
     assert finished.rc == 3
     [line] = finished.stderr.splitlines()
     assert line.startswith(f"ringtrain: error: source {tmp_path / 'a'} is no directory that can be read")
-
-
-@pytest.mark.usefixtures("_unpinned")
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["a", "b", "--kind", "mnist"], "kind is 'mnist'; it must be one of auto, image_folder, cifar10"),
-        (["a", "b", "--shards", "0"], "shards is 0; it must be from 1 to 99,999"),
-        (["a"], "destination must be given"),
-    ],
-)
-def test_wrong_arguments_give_a_one_line_error(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["convert", *arguments]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("ringtrain: error: ")
-    assert said in line

@@ -53,7 +53,3 @@ def test_the_last_layers_of_a_large_model_are_reduced_first() -> None:
     assert groups[0][0] == 11
     assert 2 <= len(groups) <= 12
     assert 0 in groups[-1]
-
-
-def test_no_gradients_make_no_groups() -> None:
-    assert plan_groups([]) == []

@@ -14,20 +14,14 @@ from ringtrain.run.resume import Progress
 Direction = Literal["min", "max"]
 
 
-@pytest.mark.parametrize("direction", ["min", "max"])
-@pytest.mark.parametrize("value", [0.0, -1.0, 1e300, math.inf, -math.inf])
-def test_the_first_evaluation_is_the_best(value: float, direction: Direction) -> None:
-    progress = Progress()
-    assert progress.note_evaluation(10, value, direction)
-    assert progress == Progress(evaluated_step=10, best=value, best_step=10)
-
-
 @pytest.mark.parametrize(
     ("direction", "values", "is_best"),
     [
         ("min", [3.0, 2.0, 2.5, 2.0, -1.0], [True, True, False, False, True]),
         ("max", [3.0, 2.0, 3.5, 3.5, 4.0], [True, False, True, False, True]),
         ("max", [-2.0, -3.0, -1.0], [True, False, True]),
+        ("max", [-math.inf, -math.inf, 0.0, 1e300, math.inf], [True, False, True, True, True]),
+        ("min", [1e300, 0.0, -1.0], [True, True, True]),
         ("min", [math.inf, 1.0, -math.inf, -math.inf], [True, True, True, False]),
         ("min", [math.nan, 1.0, math.nan, 0.5], [False, True, False, True]),
         ("max", [math.nan, math.nan, -5.0, math.nan], [False, False, True, False]),

@@ -16,11 +16,8 @@ JOB = {"SLURM_JOB_ID": "42"}
 END = datetime.datetime(2026, 11, 21, 17, 3, 5).timestamp()
 
 
-def test_outside_a_job_and_without_max_hours_there_is_no_limit() -> None:
-    assert find_limits(None, {}) == []
-
-
 def test_max_hours_is_a_limit() -> None:
+    assert find_limits(None, {}) == []
     assert find_limits(0.5, {}) == [TimeLimit(seconds_left=1800, reason="--max_hours 0.5")]
 
 
@@ -52,11 +49,8 @@ def test_squeue_is_asked_for_this_job(tmp_path: Path, monkeypatch: pytest.Monkey
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert ask_squeue("42") == "--noheader --jobs 42 --format %e\n"
-
-
-def test_without_squeue_the_limit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert ask_squeue("42") == ""
+    assert ask_squeue("42") == "", "without squeue it is unknown"
 
 
 def test_the_first_limit_that_is_reached_stops_the_run() -> None:

@@ -165,16 +165,12 @@ def test_half_of_the_images_are_mirrored_as_by_tensorflow(dtype: tf.DType) -> No
     np.testing.assert_array_equal(random_flip_left_right(images, keys, draw=2), expected)
 
 
-def test_brightness_is_tensorflow_s_with_a_delta_per_sample() -> None:
+def test_brightness_and_contrast_are_tensorflow_s_with_a_number_per_sample() -> None:
     images, keys = random_images(20), keys_of(range(20))
-    deltas = uniform(keys, 1).numpy() * 126 - 63
+    drawn = uniform(keys, 1).numpy()
+    deltas, factors = drawn * 126 - 63, 0.2 + 1.6 * drawn
     changed = random_brightness(images, keys, 63, draw=1)
     assert_each(images, changed, lambda i, image: tf.image.adjust_brightness(image, deltas[i]))
-
-
-def test_contrast_is_tensorflow_s_with_a_factor_per_sample() -> None:
-    images, keys = random_images(20), keys_of(range(20))
-    factors = 0.2 + 1.6 * uniform(keys, 1).numpy()
     changed = random_contrast(images, keys, 0.2, 1.8, draw=1)
     assert_each(images, changed, lambda i, image: tf.image.adjust_contrast(image, factors[i]))
 

@@ -7,8 +7,10 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -56,6 +58,20 @@ def plan(
     **needs: bool,
 ) -> DevicePlan:
     return plan_devices(local_world(local_rank, local_size), on, {}, Needs(**needs), claim_cores=claim_cores)
+
+
+GLOO = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
+
+
+def settings_of(
+    environ: Mapping[str, str] = MappingProxyType({}),
+    *,
+    world: World = local_world(0, 2),  # noqa: B008 - it is frozen
+    on: Machine = machine(),  # noqa: B008
+    **needs: Any,
+) -> dict[str, str]:
+    """What is set for a rank, by name."""
+    return {item.name: item.value for item in plan_settings(world, on, environ, Needs(**needs))}
 
 
 def test_ranks_take_equal_shares_of_the_cores() -> None:
@@ -121,9 +137,7 @@ def test_serial_operations_on_one_core_get_one_inter_op_thread() -> None:
 
 
 def test_without_horovod_no_horovod_variable_is_set() -> None:
-    names = {
-        item.name for item in plan_settings(local_world(0, 2), machine(), {}, Needs(hang_timeout=9, horovod=False))
-    }
+    names = settings_of(hang_timeout=9, horovod=False)
     assert "OMPI_MCA_mpi_yield_when_idle" in names
     assert not any(name.startswith("HOROVOD_") for name in names)
 
@@ -241,14 +255,13 @@ def test_settings_are_defaults_and_record_their_source() -> None:
 
 def test_ranks_of_one_node_use_shared_memory_not_the_network() -> None:
     plenty = 2 * devices.SHARED_MEMORY_BYTES_PER_RANK
-    gloo = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
     several_nodes = dataclasses.replace(local_world(0, 2), size=4)
 
     def transports(world: World, environ: dict[str, str], free_bytes: int) -> str | None:
         on = dataclasses.replace(
             machine(), may_have_gpus=True, shared_memory_bytes=10 * plenty, shm_free_bytes=free_bytes
         )
-        settings = {item.name: item.value for item in plan_settings(world, on, environ)}
+        settings = settings_of(environ, world=world, on=on)
         assert settings.get("OMPI_MCA_pml") == ("ob1" if world == local_world(0, 2) else None)
         warnings = describe_shared_memory(world, plan_devices(world, on, environ))
         assert bool(warnings) == (world == local_world(0, 2) and "OMPI_MCA_btl" not in settings)
@@ -260,15 +273,17 @@ def test_ranks_of_one_node_use_shared_memory_not_the_network() -> None:
     on = dataclasses.replace(machine(), shm_free_bytes=plenty)
     chosen = {item.name: item for item in plan_settings(local_world(0, 2), on, {"OMPI_MCA_pml": "ucx"})}["OMPI_MCA_pml"]
     assert (chosen.value, chosen.source) == ("ucx", "environment")
-    for world in (gloo, several_nodes, local_world(0, 1)):
+    for world in (GLOO, several_nodes, local_world(0, 1)):
         assert transports(world, {}, plenty) is None
     assert read_machine({}).shared_memory_bytes >= read_machine({}).shm_free_bytes > 0
 
 
 def fusion_threshold(environ: dict[str, str], *, may_have_gpus: bool = False, size: int = 2) -> str | None:
-    world = dataclasses.replace(local_world(0, 2), size=size)
-    settings = plan_settings(world, dataclasses.replace(machine(), may_have_gpus=may_have_gpus), environ)
-    return {item.name: item.value for item in settings}.get("HOROVOD_FUSION_THRESHOLD")
+    world, on = (
+        dataclasses.replace(local_world(0, 2), size=size),
+        dataclasses.replace(machine(), may_have_gpus=may_have_gpus),
+    )
+    return settings_of(environ, world=world, on=on).get("HOROVOD_FUSION_THRESHOLD")
 
 
 def test_large_gradients_are_not_copied_together_between_cores() -> None:
@@ -296,10 +311,8 @@ def test_ranks_on_gpu_machines_keep_horovod_s_fusion_threshold(
     ("value", "is_left"), [("1", True), (" 2x", True), ("0", False), ("", False), ("true", False), ("-1", False)]
 )
 def test_variables_that_horovod_tunes_are_not_set(value: str, is_left: bool) -> None:
-    environ = {"HOROVOD_AUTOTUNE": value}
-    names = {item.name for item in plan_settings(local_world(0, 2), machine(), environ)}
     tuned = {"HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"}
-    assert names & tuned == (set() if is_left else tuned)
+    assert settings_of({"HOROVOD_AUTOTUNE": value}).keys() & tuned == (set() if is_left else tuned)
 
 
 def test_a_workload_may_ask_horovod_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,47 +332,34 @@ def test_a_workload_may_ask_horovod_to_tune(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_alone_has_no_communication_settings() -> None:
-    names = [item.name for item in plan_settings(local_world(0, 1), machine(), {})]
+    names = settings_of(world=local_world(0, 1))
     assert not [name for name in names if name.startswith(("HOROVOD_", "OMPI_"))]
 
 
 def test_deterministic_runs_fix_the_order_of_sums() -> None:
-    settings = {
-        item.name: item.value for item in plan_settings(local_world(0, 2), machine(), {}, Needs(deterministic=True))
-    }
+    settings = settings_of(deterministic=True)
     assert settings["HOROVOD_DISABLE_GROUP_FUSION"] == "1"
     assert settings["TF_DETERMINISTIC_OPS"] == "1"
 
 
 @pytest.mark.parametrize(("hang_timeout", "seconds"), [(300.0, "1200"), (1000.5, "2001"), (4.0, "1200")])
 def test_horovod_and_gloo_time_out_after_the_watchdog(hang_timeout: float, seconds: str) -> None:
-    gloo = dataclasses.replace(local_world(0, 2), launcher="horovodrun --gloo")
     for world, names in (
-        (local_world(0, 2), {"HOROVOD_STALL_CHECK_TIME_SECONDS"}),
-        (gloo, {"HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_GLOO_TIMEOUT_SECONDS"}),
+        (local_world(0, 2), ["HOROVOD_STALL_CHECK_TIME_SECONDS"]),
+        (GLOO, ["HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_GLOO_TIMEOUT_SECONDS"]),
     ):
-        settings = plan_settings(world, machine(), {}, Needs(hang_timeout=hang_timeout))
-        assert {item.name for item in settings if item.name.endswith("_SECONDS")} == names
-        assert {item.value for item in settings if item.name.endswith("_SECONDS")} == {seconds}
+        settings = settings_of(world=world, hang_timeout=hang_timeout)
+        found = {name: value for name, value in settings.items() if name.endswith("_SECONDS")}
+        assert found == dict.fromkeys(names, seconds)
 
 
 def test_without_a_watchdog_horovod_speaks_as_it_always_does() -> None:
-    settings = plan_settings(local_world(0, 2), machine(), {}, Needs(hang_timeout=0.0))
-    assert not [item.name for item in settings if "STALL" in item.name or "GLOO" in item.name]
+    assert not [name for name in settings_of(hang_timeout=0.0) if "STALL" in name or "GLOO" in name]
 
 
 def one_setting(name: str, value: str) -> DevicePlan:
     setting = Setting(name=name, value=value, source="ringtrain")
-    return DevicePlan(
-        own_cores=(),
-        cores=(0,),
-        cores_source="environment",
-        why_unpinned="",
-        intra_op_threads=1,
-        inter_op_threads=2,
-        settings=(setting,),
-        machine=machine(),
-    )
+    return dataclasses.replace(plan(0, 1, machine(1)), settings=(setting,))
 
 
 def test_applying_a_plan_keeps_the_user_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:

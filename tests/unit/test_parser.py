@@ -27,30 +27,21 @@ class Group:
 class Options:
     place: Path
     """where"""
-
     more: tuple[int, ...] = ()
     """how many, of each"""
-
     _: KW_ONLY
-
     kind: Literal["one", "other"] = "one"
     """which"""
-
     count: int | None = None
     """how many"""
-
     name: str = "x"
     """how it is called"""
-
     is_on: bool = False
     """whether"""
-
     free: dict[str, Any] = field(default_factory=dict)
     """anything"""
-
     group: Group = field(default_factory=Group)
     """several"""
-
     config: Path | None = None
     """a file"""
 

@@ -28,19 +28,17 @@ from ringtrain.messages.ranks import group_ranks, name_ranks
 NODES = ["node3", "node3", "node7", "node7"]
 
 
-def test_the_odd_rank_is_named_with_its_host_and_all_values() -> None:
-    line = describe_difference("seed", ["0", "0", "3", "0"], NODES)
-    assert line == "seed: rank 2 on node7 has 3, ranks 0, 1, 3 have 0"
-
-
-def test_of_two_ranks_both_are_named_with_their_hosts() -> None:
-    line = describe_difference("seed", ["0", "3"], ["node3", "node7"])
-    assert line == "seed: rank 1 on node7 has 3, rank 0 on node3 has 0"
-
-
-def test_each_value_is_listed_with_its_ranks() -> None:
-    line = describe_difference("numpy", ["1.0", "2.0", "3.0", "1.0"], NODES)
-    assert line == "numpy: rank 1 on node3 has 2.0, rank 2 on node7 has 3.0, ranks 0, 3 have 1.0"
+@pytest.mark.parametrize(
+    ("values", "nodes", "words"),
+    [
+        ("0030", NODES, "rank 2 on node7 has 3, ranks 0, 1, 3 have 0"),
+        ("03", ["node3", "node7"], "rank 1 on node7 has 3, rank 0 on node3 has 0"),
+        ("1231", NODES, "rank 1 on node3 has 2, rank 2 on node7 has 3, ranks 0, 3 have 1"),
+    ],
+    ids=["the odd one", "of two both", "each value"],
+)
+def test_a_difference_is_told_with_its_ranks_hosts_and_values(values: str, nodes: list[str], words: str) -> None:
+    assert describe_difference("seed", list(values), nodes) == f"seed: {words}"
 
 
 def test_a_fact_that_a_rank_does_not_have_is_a_difference() -> None:

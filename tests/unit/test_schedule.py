@@ -27,14 +27,21 @@ def test_the_rate_grows_with_the_batch_as_asked(lr_scale: str, peak: float) -> N
     assert [rate(lr_scale=lr_scale)(samples) for samples in (0, EPOCH, 20 * EPOCH)] == pytest.approx([peak] * 3)
 
 
-def test_warm_up_rises_linearly_from_the_unscaled_rate() -> None:
-    warm = rate(lr_scale="linear", warmup_epochs=2.0)
-    assert [warm(n * EPOCH // 2) for n in (0, 1, 2, 4, 6)] == pytest.approx([0.1, 0.175, 0.25, 0.4, 0.4])
-
-
-def test_warm_up_without_scaling_rises_from_zero() -> None:
-    warm = rate(warmup_epochs=2.0)
-    assert [warm(n * EPOCH) for n in (0, 1, 2, 3)] == pytest.approx([0.0, 0.05, 0.1, 0.1])
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"lr_scale": "linear", "warmup_epochs": 2.0}, {0: 0.1, 0.5: 0.175, 1: 0.25, 2: 0.4, 3: 0.4}),
+        ({"warmup_epochs": 2.0}, {0: 0.0, 1: 0.05, 2: 0.1, 3: 0.1}),
+        ({"schedule": "cosine", "warmup_epochs": 2.0, "lr_scale": "linear"}, {0: 0.1, 2: 0.4, 6: 0.2, 10: 0.0}),
+        ({"schedule": "linear", "warmup_epochs": 2.0}, {0: 0, 1: 0.05, 2: 0.1, 4: 0.075, 6: 0.05, 10: 0, 11: 0}),
+        ({"schedule": "polynomial", "warmup_epochs": 2.0}, {1: 0.05, 2: 0.1, 6: 0.025, 10: 0.0}),
+        ({"schedule": "linear", "lr_scale": "linear"}, {0: 0.4, 5: 0.2, 10: 0.0}),
+    ],
+    ids=["linear warm-up", "from zero", "then cosine", "then linear", "then of power two", "linear from the peak"],
+)
+def test_warm_up_and_decay_have_these_rates_at_epochs(settings: dict[str, Any], rates: dict[float, float]) -> None:
+    found = [rate(**settings)(int(epoch * EPOCH)) for epoch in rates]
+    assert found == pytest.approx(list(rates.values()), abs=1e-15)
 
 
 def test_exponential_decay_is_a_staircase_of_epochs() -> None:
@@ -47,26 +54,6 @@ def test_cosine_reaches_zero_at_the_end_of_the_run() -> None:
     cosine = rate(schedule="cosine")
     assert [cosine(n * EPOCH) for n in (0, 5, 10, 11)] == pytest.approx([0.1, 0.05, 0.0, 0.0], abs=1e-15)
     assert cosine(5 * EPOCH // 2) == pytest.approx(0.05 * (1 + math.cos(math.pi / 4)))
-
-
-def test_cosine_begins_after_the_warm_up() -> None:
-    cosine = rate(schedule="cosine", warmup_epochs=2.0, lr_scale="linear")
-    assert [cosine(n * EPOCH) for n in (0, 2, 6, 10)] == pytest.approx([0.1, 0.4, 0.2, 0.0], abs=1e-15)
-
-
-def test_warm_up_and_linear_decay_make_a_triangle() -> None:
-    triangle = rate(schedule="linear", warmup_epochs=2.0)
-    assert [triangle(n * EPOCH) for n in (0, 1, 2, 4, 6, 10, 11)] == pytest.approx([0, 0.05, 0.1, 0.075, 0.05, 0, 0])
-
-
-def test_polynomial_decay_is_of_power_two() -> None:
-    polynomial = rate(schedule="polynomial", warmup_epochs=2.0)
-    assert [polynomial(n * EPOCH) for n in (1, 2, 6, 10)] == pytest.approx([0.05, 0.1, 0.025, 0.0])
-
-
-def test_linear_decay_begins_at_the_peak() -> None:
-    linear = rate(schedule="linear", lr_scale="linear")
-    assert [linear(n * EPOCH) for n in (0, 5, 10)] == pytest.approx([0.4, 0.2, 0.0])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "cosine", "linear", "polynomial"])

@@ -82,14 +82,11 @@ def locked_version(name: str, python: str, lock: str = "requirements.lock") -> V
 
 def test_conda_environment_and_pyproject_name_the_same_ranges() -> None:
     conda = ranges(ENVIRONMENT["dependencies"])
+    assert "openmpi" in conda
     assert conda.pop("python") == ranges([f"python{PROJECT['requires-python']}"])["python"]
     assert {name: conda[name] for name in conda if name not in CONDA_ONLY} == ranges(
         PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["horovod"]
     )
-
-
-def test_conda_environment_brings_an_mpi() -> None:
-    assert "openmpi" in ranges(ENVIRONMENT["dependencies"])
 
 
 @EVERY_LOCK_AND_PYTHON
@@ -226,10 +223,18 @@ def write_command(path: Path, shell: str) -> None:
     path.chmod(0o755)
 
 
-def test_setup_without_root_names_missing_packages_in_one_line(tmp_path: Path) -> None:
-    done = run_setup(tmp_path, without={"g++", "mpicc", "mpirun"})
+@pytest.mark.parametrize(
+    ("script", "without", "packages"),
+    [
+        ("setup", {"g++", "mpicc", "mpirun"}, "g++ openmpi-bin libopenmpi-dev"),
+        ("setup-tests", set(), "slurm-wlm munge iproute2 shellcheck chromium"),
+    ],
+)
+def test_setup_without_root_names_missing_packages_in_one_line(
+    tmp_path: Path, script: str, without: set[str], packages: str
+) -> None:
+    done = run_setup(tmp_path, without=without, script=script)
     assert done.returncode == 1
-    packages = "g++ openmpi-bin libopenmpi-dev"
     assert done.stderr == f"set-up: missing, and only root can install it: sudo apt-get install {packages}\n"
 
 
@@ -329,13 +334,6 @@ def test_gpu_setup_refuses_gpus_unsupported_by_its_compiler(tmp_path: Path, gpu:
 def test_setup_refuses_a_gpu_value_other_than_0_or_1(tmp_path: Path) -> None:
     done = run_setup(tmp_path, without=set(), gpu="yes")
     assert (done.returncode, done.stderr) == (1, "set-up: GPU=yes; it must be 1 (Horovod with NCCL) or 0 (for cores)\n")
-
-
-def test_setup_tests_names_missing_packages_in_one_line(tmp_path: Path) -> None:
-    done = run_setup(tmp_path, without=set(), script="setup-tests")
-    assert done.returncode == 1
-    packages = "slurm-wlm munge iproute2 shellcheck chromium"
-    assert done.stderr == f"set-up: missing, and only root can install it: sudo apt-get install {packages}\n"
 
 
 def test_only_test_targets_install_test_dependencies() -> None:

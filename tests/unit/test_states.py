@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -12,30 +13,14 @@ from ringtrain.watchdog.states import RankState, find_hang, find_long_wait, read
 NODES = ["node6", "node7", "node7", "node8"]
 
 
-def state(
-    doing: Phase,
-    step: int = 412,
-    *,
-    still: float = 10.0,
-    silent: float = 0.0,
-    limit: float = 10.0,
-    max_silence: float = 10.0,
-    where: str = "",
-    is_gone: bool = False,
-) -> RankState:
-    return RankState(
-        note=Note(doing, step),
-        still=still,
-        limit=limit,
-        max_silence=max_silence,
-        where=where,
-        silent=silent,
-        is_gone=is_gone,
-    )
+def state(doing: Phase, step: int = 412, **more: Any) -> RankState:
+    ten = dict.fromkeys(("still", "limit", "max_silence"), 10.0)
+    more = {**ten, "silent": 0.0, "where": "", "is_gone": False, **more}
+    return RankState(note=Note(doing, step), **more)
 
 
 def stands(step: int = 412, **more: float) -> RankState:
-    return state(Phase.STEP, step, **more)  # type: ignore[arg-type]
+    return state(Phase.STEP, step, **more)
 
 
 REPORTS = {

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ringtrain.errors import UsageError
+from ringtrain.runtime import stopping
 from ringtrain.runtime.stopping import EXIT_CODE, SIGNALS, STOP_FILE, StopRequests
 
 # Says what happens, and does what it is told to line by line.
@@ -364,7 +365,7 @@ with StopRequests() as requests:
 
 
 @pytest.mark.parametrize("kind", ["directory", "link to nowhere"])
-def test_a_stop_path_that_is_no_file_is_ignored(tmp_path: Path, kind: str) -> None:
+def test_a_stop_path_that_is_no_file_is_ignored(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``mkdir stop`` ended a run after its save with a traceback, and each one after it at once."""
     stop = tmp_path / STOP_FILE
     if kind == "directory":
@@ -372,9 +373,12 @@ def test_a_stop_path_that_is_no_file_is_ignored(tmp_path: Path, kind: str) -> No
         (stop / "mine").touch()
     else:
         stop.symlink_to("gone")
+    looks, isfile = threading.Semaphore(0), os.path.isfile
+    monkeypatch.setattr(stopping, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(os.path, "isfile", lambda path: (isfile(path), looks.release())[0])
     with StopRequests() as requests:
         requests.watch_file(tmp_path)
-        time.sleep(2.5)  # it looks each second
+        assert all(looks.acquire(timeout=20) for _ in range(3))
         assert requests.reason is None
         requests.clear_file()
     assert stop.is_dir() == (kind == "directory")

@@ -66,38 +66,31 @@ def test_autotuning_is_off_on_one_core_unless_requested(cores: set[int], monkeyp
     assert without_tuner(files) is files
 
 
-OTHERS = {
-    "another shape": (np.zeros((2, 4), np.float32), np.zeros(2, np.int64)),
-    "another type": (np.zeros((2, 3)), np.zeros(2, np.int64)),
-    "another structure": ((np.zeros((2, 3), np.float32),), np.zeros(2, np.int64)),
-    "other numbers": (np.zeros((2, 3), np.float32), np.zeros(3, np.int64)),
-    "a number": (np.float32(1), np.zeros(2, np.int64)),
+FINE, IN_A_DICT = np.zeros((2, 3), np.float32), {"a": np.zeros(2), "b": np.zeros(2)}
+OTHERS: dict[str, tuple[Any, Any, int]] = {  # the first x, another, and its number of labels
+    "another shape": (FINE, np.zeros((2, 4), np.float32), 2),
+    "another type": (FINE, np.zeros((2, 3)), 2),
+    "another structure": (FINE, (FINE,), 2),
+    "other numbers": (FINE, FINE, 3),
+    "a number": (FINE, np.float32(1), 2),
+    "another key": (IN_A_DICT, {"a": np.zeros(2), "c": np.zeros(2)}, 2),
+    "a tuple for a dict": (IN_A_DICT, (np.zeros(2), np.zeros(2)), 2),
 }
-IN_A_DICT = {"another key": {"a": np.zeros(2), "c": np.zeros(2)}, "a tuple for a dict": (np.zeros(2), np.zeros(2))}
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_batch_that_is_not_like_the_first_is_refused(other: str) -> None:
-    fine = (np.zeros((2, 3), np.float32), np.zeros(2, np.int64))
-    batches, explain = read(from_generator(lambda rank, size: iter([fine, fine, OTHERS[other]])))
+    fine, x, count = OTHERS[other]
+    pairs = [*[(fine, np.zeros(2, np.int64))] * 2, (x, np.zeros(count, np.int64))]
+    batches, explain = read(from_generator(lambda rank, size: iter(pairs)))
     assert [len(next(batches).y) for _ in range(2)] == [2, 2]
     with pytest.raises(tf.errors.OpError) as caught:
         next(batches)
     error = explain(caught.value, 2)
     assert isinstance(error, DataError)
     assert "in step 3; each batch must have the first one's structure" in str(error)
-    assert "(float32 [n, 3], int64 [n])" in str(error)
-
-
-@pytest.mark.parametrize("other", IN_A_DICT)
-def test_the_keys_of_a_dict_are_of_its_structure(other: str) -> None:
-    fine = {"a": np.zeros(2), "b": np.zeros(2)}
-    pairs = [(fine, np.zeros(2)), (IN_A_DICT[other], np.zeros(2))]
-    batches, explain = read(from_generator(lambda rank, size: iter(pairs)))
-    next(batches)
-    with pytest.raises(tf.errors.OpError) as caught:
-        next(batches)
-    assert "each batch must have the first one's structure" in str(explain(caught.value, 1))
+    first = "{a: float64 [n], b: float64 [n]}" if isinstance(fine, dict) else "float32 [n, 3]"
+    assert f"({first}, int64 [n])" in str(error)
 
 
 def test_other_byte_orders_and_unicode_text_are_read() -> None:
@@ -111,65 +104,59 @@ def test_other_byte_orders_and_unicode_text_are_read() -> None:
     assert [text.decode() for text in y.numpy()] == ["\u91cf", "gr\u00f6\u00dfe"]
 
 
+class Timed:
+    """Samples each of which takes its seconds, in threads that are noted."""
+
+    def __init__(self, count: int, seconds: Callable[[int], float]) -> None:
+        self._count, self._seconds = count, seconds
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        self.threads.add(threading.current_thread().name)
+        time.sleep(self._seconds(number))
+        return np.zeros(2), np.int64(number)
+
+    def are_read_in_threads(self) -> bool:
+        """Whether any has been since it was last asked."""
+        found = any(name.startswith("samples") for name in self.threads)
+        self.threads.clear()
+        return found
+
+
 def test_samples_that_take_long_are_read_at_once() -> None:
-    class Slow:
-        def __len__(self) -> int:
-            return 16
-
-        def __getitem__(self, number: int) -> tuple[Any, Any]:
-            threads.add(threading.current_thread().name)
-            time.sleep(0.01)
-            return np.zeros(2), np.int64(number)
-
-    threads: set[str] = set()
-    samples = IndexedSource(Slow())
+    slow = Timed(16, lambda number: 0.01)
+    samples = IndexedSource(slow)
     for _ in range(2):
-        threads.clear()
+        slow.threads.clear()
         assert samples.gather(tf.range(16, dtype=tf.int64))[1].numpy().tolist() == list(range(16))
-    assert len(threads) > 1
-    assert all(name.startswith("samples") for name in threads)
+    assert len(slow.threads) > 1
+    assert all(name.startswith("samples") for name in slow.threads)
 
 
 def test_a_sample_that_takes_long_alone_wakes_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted:
-        def __len__(self) -> int:
-            return 32
-
-        def __getitem__(self, number: int) -> tuple[Any, Any]:
-            threads.add(threading.current_thread().name)
-            time.sleep(0.06 * (number == 7))
-            return np.zeros(2), np.int64(number)
-
     monkeypatch.setattr(indexed, "QUICK_SECONDS", 0.05)
-    threads: set[str] = set()
-    samples = IndexedSource(Interrupted())
+    interrupted = Timed(32, lambda number: 0.06 * (number == 7))
+    samples = IndexedSource(interrupted)
     for _ in range(2):
         assert samples.gather(tf.range(32, dtype=tf.int64))[1].numpy().tolist() == list(range(32))
-    assert not any(name.startswith("samples") for name in threads)
+    assert not interrupted.are_read_in_threads()
 
 
 def test_samples_that_become_fast_are_read_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Cold:
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, number: int) -> tuple[Any, Any]:
-            threads.add(threading.current_thread().name)
-            time.sleep(0.06 * is_cold)
-            return np.zeros(2), np.int64(number)
-
-    threads: set[str] = set()
     monkeypatch.setattr(indexed, "QUICK_SECONDS", 0.05)  # also on a busy machine
     is_cold, batch = True, tf.range(8, dtype=tf.int64)
-    samples = IndexedSource(Cold())
+    cold = Timed(8, lambda number: 0.06 * is_cold)
+    samples = IndexedSource(cold)
     samples.gather(batch)
     is_cold = False
     for _ in range(BATCHES_IN_THREADS):
         samples.gather(batch)
-    assert any(name.startswith("samples") for name in threads)
-    threads.clear()
+    assert cold.are_read_in_threads()
     samples.gather(batch)
-    assert not any(name.startswith("samples") for name in threads)
+    assert not cold.are_read_in_threads()
 
 
 def test_samples_in_reused_memory_and_of_objects_are_copied() -> None:

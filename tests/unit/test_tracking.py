@@ -65,6 +65,13 @@ def write(run: Path, *events: Mapping[str, Any], mode: str = "a") -> None:
         file.writelines(json.dumps({"time": 5.0, **event}) + "\n" for event in events)
 
 
+def sent(run: Path, **how: bool) -> Memory:
+    """A tracker that has been sent a run."""
+    tracker = Memory()
+    Feed(run, "memory", tracker=tracker).send(**how)
+    return tracker
+
+
 def train(step: int, **values: float | str) -> dict[str, Any]:
     return {"event": "train", "step": step, "loss": 1.0 / step, **values}
 
@@ -141,9 +148,7 @@ def test_one_process_sends_at_a_time(
 
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_a_killed_run_is_sent_with_an_end(is_dead: bool, run: Path) -> None:
-    tracker = Memory()
-    feed = Feed(run, "memory", tracker=tracker)
-    feed.send(is_dead=is_dead)
+    tracker = sent(run, is_dead=is_dead)
     assert tracker.steps == [10, 20]
     assert tracker.ends == ([("killed", {"status": "killed"}, ["config.yaml"])] if is_dead else [])
 
@@ -156,8 +161,7 @@ def test_the_tags_of_a_run(run: Path) -> None:
     for step, accuracy in ((30, 0.5), (40, 0.75), (50, 0.7)):
         write(run, {"event": "eval", "step": step, "accuracy": accuracy})
     write(run, {"event": "end", "status": "completed", "exit_code": 0})
-    tracker = Memory()
-    Feed(run, "memory", tracker=tracker).send()
+    tracker = sent(run)
     assert tracker.runs[0].tags == {
         "size": "3", "launcher": "srun", "git_revision": "0a1b-dirty", "nodes": "n1, n2", "jobs": "7, 8"
     }  # fmt: skip
@@ -199,15 +203,13 @@ def test_links_are_not_sent(name: str, run: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere/model.keras").write_text("secret")
     (run / name).symlink_to(tmp_path / ("elsewhere" if name == "export" else "elsewhere/model.keras"))
     write(run, {"event": "end", "status": "failed", "exit_code": 1})
-    tracker = Memory()
-    Feed(run, "memory", tracker=tracker).send()
+    tracker = sent(run)
     assert [files for *_, files in tracker.ends] == [["config.yaml"]]
 
 
 def test_values_that_are_no_numbers_are_left_out(run: Path) -> None:
     write(run, train(30, loss=10**400, lr=0.5) | {"time": "yesterday"}, {"event": "start", "versions": ["keras"]})
-    tracker = Memory()
-    Feed(run, "memory", tracker=tracker).send()
+    tracker = sent(run)
     assert tracker.rows[-1] == Row(30, 0.0, {"train/lr": 0.5})
 
 

@@ -117,15 +117,20 @@ def test_a_hang_exits_with_its_phase_and_stacks(run: Start) -> None:
     assert 'File "<string>"' in err
 
 
+def as_watchdog(look: Callable[[], str]) -> str:
+    """Look from a thread of the watchdog's name."""
+    found: list[str] = []
+    watchdog = threading.Thread(target=lambda: found.append(look()), name="watchdog")
+    watchdog.start()
+    watchdog.join()
+    return found[0]
+
+
 def test_stacks_for_a_record_are_bounded_and_grouped() -> None:
     def read(depth: int) -> str:
         if depth:
             return read(depth - 1)
-        found: list[str] = []
-        watchdog = threading.Thread(target=lambda: found.append(read_stacks()), name="watchdog")
-        watchdog.start()
-        watchdog.join()
-        return found[0]
+        return as_watchdog(read_stacks)
 
     whole, cut = read(0), read(200)
     assert whole.startswith("Thread MainThread (most recent call first):\n  File ")
@@ -336,31 +341,26 @@ os._exit(0)
 
 def test_the_user_s_line_is_found_in_a_removed_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getcwd", mock.Mock(side_effect=FileNotFoundError))
-    found = list[str]()
-    watchdog = threading.Thread(target=lambda: found.append(find_user_frame()), name="watchdog")
-    watchdog.start()
-    watchdog.join()
-    assert found[0].startswith(f"{Path(__file__)}:")
+    assert as_watchdog(find_user_frame).startswith(f"{Path(__file__)}:")
 
 
 def test_the_user_s_line_is_found_and_own_threads_are_skipped(capfd: pytest.CaptureFixture[str]) -> None:
     """They are those of the other threads, such as the watchdog's own finds them."""
-    is_over, found = threading.Event(), list[str]()
+    is_over = threading.Event()
 
-    def look() -> None:
-        found.append(find_user_frame())
+    def look() -> str:
         write_stacks(World(rank=0, size=1, local_rank=0, local_size=1, node="n1", launcher="no launcher"))
+        return find_user_frame()
 
     threads = [threading.Thread(target=is_over.wait, name=name) for name in ("lease", "reader of the user")]
-    watchdog = threading.Thread(target=look, name="watchdog")
-    for thread in [*threads, watchdog]:
+    for thread in threads:
         thread.start()
-    watchdog.join()
+    found = as_watchdog(look)
     is_over.set()
     for thread in threads:
         thread.join()
-    here = test_the_user_s_line_is_found_and_own_threads_are_skipped.__name__
-    assert re.fullmatch(rf"tests/unit/test_watchdog\.py:\d+ \({here}\)", found[0])
+    here = as_watchdog.__name__  # in which this thread waits
+    assert re.fullmatch(rf"tests/unit/test_watchdog\.py:\d+ \({here}\)", found)
     text = capfd.readouterr().err
     assert re.search(rf'tests/unit/test_watchdog\.py", line \d+ in {here}\n', text)
     assert "Thread reader of the user (" in text

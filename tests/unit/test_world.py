@@ -46,8 +46,18 @@ def test_each_launcher_s_variables_are_read(launcher: str) -> None:
     )
 
 
-def test_without_a_launcher_a_process_is_alone() -> None:
-    world = read_world({"PATH": "/bin"}, node="a")
+NO_LAUNCHER = {
+    "nothing": {"PATH": "/bin"},
+    **{f"a batch script or an interactive shell, {n}": SRUN | {"SLURM_STEP_ID": f"429496729{n}"} for n in (0, 1, 2)},
+    "a shell of salloc": {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+    "Gloo of the user": {"HOROVOD_CONTROLLER": "gloo"},
+    "ranks of the user": {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("what", NO_LAUNCHER)
+def test_without_a_launcher_a_process_is_alone(what: str) -> None:
+    world = read_world(NO_LAUNCHER[what], node="a")
     assert world == World(rank=0, size=1, local_rank=0, local_size=1, node="a", launcher="no launcher")
     assert world.is_rank0
 
@@ -68,20 +78,6 @@ def test_a_launcher_inside_a_slurm_job_wins_over_slurm(launcher: str) -> None:
 def test_srun_with_pmi2_is_srun() -> None:
     world = read_world(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"})
     assert (world.rank, world.size, world.launcher) == (3, 4, "srun")
-
-
-@pytest.mark.parametrize("step", ["4294967291", "4294967290", "4294967292"])
-def test_a_batch_script_or_an_interactive_shell_is_no_step(step: str) -> None:
-    assert read_world(SRUN | {"SLURM_STEP_ID": step}).size == 1
-
-
-def test_a_shell_of_salloc_is_no_step() -> None:
-    assert read_world({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).size == 1
-
-
-def test_variables_that_horovod_s_user_set_do_not_make_a_world() -> None:
-    assert read_world({"HOROVOD_CONTROLLER": "gloo"}).size == 1
-    assert read_world({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}).size == 1
 
 
 @pytest.mark.parametrize(

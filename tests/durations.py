@@ -10,8 +10,6 @@ cases that have grown against results/test-durations.json; and fails a run that 
 Copy FILE there to accept what has grown.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import statistics

@@ -6,8 +6,6 @@ redraws the picture in ``docs/architecture.md``: the packages in their order, wi
 packages that no longer path implies.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -6,8 +6,6 @@ tries N defects of each file, in a copy of the checkout, and writes results/muta
 a reason to be equivalent, is not tried again: remove the file to try all anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

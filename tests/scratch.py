@@ -5,8 +5,6 @@ processes of a test run therefore have a TMPDIR that is removed at its end; so a
 has mapped. pytest's own directories, which hold what failed tests have left, stay.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

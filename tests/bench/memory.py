@@ -7,8 +7,6 @@ the resident memory that is a rank's own, with its share of what several have (L
 milliseconds. It writes results/memory.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

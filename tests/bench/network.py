@@ -8,8 +8,6 @@ The nodes (tests/world/network.py) have one rank and one core each. A node sends
 process delays them (tests/world/delay.py). It needs root, and writes results/network.json after each run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Tests on NVIDIA's GPUs, for `make test-gpu`. Where too few are seen, each is skipped by its name."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

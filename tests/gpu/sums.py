@@ -1,7 +1,5 @@
 """What each rank of ``test_sums_of_every_size`` does: sums on its GPU, by the backend of a run."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run on GPUs: which one a rank takes, what it trains there, and how fast."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

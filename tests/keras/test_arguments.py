@@ -1,7 +1,5 @@
 """What the arguments of DistributedOptimizer and of the tapes do to gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The audit of a script's steps: planted mistakes are named by their cause, and right scripts pass."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

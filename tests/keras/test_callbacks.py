@@ -1,7 +1,5 @@
 """The callbacks: what they broadcast, average and schedule."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

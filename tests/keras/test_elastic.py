@@ -1,7 +1,5 @@
 """Elastic training: ranks are killed, join and leave, and the others continue with the same state."""
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess

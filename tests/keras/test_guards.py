@@ -1,7 +1,5 @@
 """What would train in silence, or wait for ever, ends in a message that says what to do."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

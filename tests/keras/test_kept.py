@@ -1,7 +1,5 @@
 """What ``callbacks.Run`` promises of several ``fit``s in one process, each told to stop or done."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random as random_module

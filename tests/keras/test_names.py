@@ -1,7 +1,5 @@
 """ringtrain.keras holds every public name of Horovod's Keras modules, with its arguments."""
 
-from __future__ import annotations
-
 import inspect
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``fit`` may sum natively, as the runner does: the same weights as by Horovod, and a rank that waits says so."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """SyncBatchNormalization on the ranks' parts of a batch is BatchNormalization on the whole of it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two ranks with half of each batch train the model that one rank trains with the whole of it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection
 from typing import Any

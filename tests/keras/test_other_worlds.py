@@ -1,7 +1,5 @@
 """What other files of this directory hold under two ranks over MPI, over Gloo and under three ranks."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """What a ``fit`` keeps besides its weights: to whom it goes back, and what is never made of it."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import keras

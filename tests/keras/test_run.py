@@ -1,7 +1,5 @@
 """``callbacks.Run``: a ``fit`` that is killed or told to stop goes on bit for bit, and one that fails says why."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal

@@ -1,7 +1,5 @@
 """What is saved is plain Keras, and what is loaded goes on distributed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A script of its own, from its start: what init gives it, and how it ends when nothing distributes its optimizer."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One small training, told in the three ways that Keras has, for tests that hold ranks against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

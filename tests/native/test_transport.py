@@ -1,7 +1,5 @@
 """The transport of the native backend, without TensorFlow: exact, and clean under the sanitizers."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

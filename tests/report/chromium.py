@@ -1,7 +1,5 @@
 """A headless Chromium, driven through its DevTools protocol over a pair of pipes: no port, no driver program."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

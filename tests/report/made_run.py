@@ -1,7 +1,5 @@
 """Run directories as a run leaves them, made without training."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

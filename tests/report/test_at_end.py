@@ -1,7 +1,5 @@
 """Each run leaves its report, however it ends; a report that fails harms no run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

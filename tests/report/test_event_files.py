@@ -1,7 +1,5 @@
 """Images out of TensorBoard's event files."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 

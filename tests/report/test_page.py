@@ -1,7 +1,5 @@
 """The report in a real browser: what it draws, what it reads out, how it fits, what it asks for."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """What the report reads of a run directory, and what it makes of it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The page as it is written: whatever the files of a run hold stays text, and the file is whole or not there."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One Slurm for all tests of this directory, as new for each."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

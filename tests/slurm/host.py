@@ -4,8 +4,6 @@
 other process of the host with it and takes the mounts away, as when a machine loses its power.
 """
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A run that a user submits with ``launch slurm submit``, and what becomes of it."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

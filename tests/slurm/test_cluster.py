@@ -1,7 +1,5 @@
 """The tests' own Slurm, and ringtrain started on it by plain srun."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The doctor among the nodes of a cluster."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Jobs that end without their run being complete, and what they say."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Runs as jobs of a real Slurm: told to stop, at their time limit, started again; always the same weights."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

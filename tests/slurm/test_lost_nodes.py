@@ -1,7 +1,5 @@
 """Nodes that go away under a run, whole or only for Slurm."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

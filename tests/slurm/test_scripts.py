@@ -1,7 +1,5 @@
 """What a user types, through a real sbatch; and every template's script, accepted by it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints to save, damage and compare in tests."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Images and keys for the tests of workloads."""
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 

@@ -1,7 +1,5 @@
 """Augmentation: what a sample gets depends on the seed, the epoch and the sample alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The workload autoencoder: a network for images of any size, and what TensorBoard shows of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``doctor --batch_size auto``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The best checkpoint: which one it is, and that those before it do not pile up."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Caches of decoded samples: the same samples, decoded once; what is bad stays bad; nothing half-filled is used."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

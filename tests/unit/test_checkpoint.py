@@ -1,7 +1,5 @@
 """Checkpoints: what is written is read back, and which ones are kept."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints: damage of every kind is found, and its file named."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints: a write that does not come to its end leaves whole ones, and loses none."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """CIFAR-10's files: they are read to the byte, damage is named, and one process of many downloads them."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

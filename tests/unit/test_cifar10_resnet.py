@@ -1,7 +1,5 @@
 """The workload cifar10_resnet: its recipe, what happens to the images, and what its evaluation averages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

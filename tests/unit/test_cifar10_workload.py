@@ -1,7 +1,5 @@
 """The workload cifar10 is TensorFlow's tutorial: its network, its recipe, and what happens to the images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line: what is wrong is said in one line, at once."""
 
-from __future__ import annotations
-
 import re
 import resource
 import subprocess

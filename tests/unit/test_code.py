@@ -1,7 +1,5 @@
 """Which modules are the user's, and what is told of them; without other ranks."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import zipfile

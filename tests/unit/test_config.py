@@ -1,7 +1,5 @@
 """The configuration: every rule, and whose value wins."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

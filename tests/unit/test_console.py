@@ -1,7 +1,5 @@
 """What rank 0 shows, and to whom."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

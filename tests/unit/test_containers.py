@@ -1,7 +1,5 @@
 """The container images: two descriptions of one image, whose files and system packages exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Digests of what sources hold, and sums that rounding does not change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from threading import Event

@@ -1,7 +1,5 @@
 """``ringtrain convert``: what it writes is what the source holds, whole or not there."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

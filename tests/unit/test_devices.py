@@ -1,7 +1,5 @@
 """How ranks share a node: cores, thread pools, GPUs and settings, planned before TensorFlow starts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """What the doctor makes of facts, which are made here; tests/world/test_doctor.py breaks the things themselves."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

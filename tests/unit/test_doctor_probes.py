@@ -1,7 +1,5 @@
 """How the doctor looks: nothing that it looks at can end it, hold it up, or make it raise."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the documents say is there."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import pkgutil

@@ -1,7 +1,5 @@
 """The report of how long tests take."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.durations import find_grown, sum_by_directory

@@ -1,7 +1,5 @@
 """What in the environment would end Horovod or TensorFlow in C++ is named before they start."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Text of others reaches the terminal and the log as text: it forges no line of ours, and moves no cursor."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

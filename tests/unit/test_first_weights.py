@@ -1,7 +1,5 @@
 """Weights of files that a new run starts from (``init_from``)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Optimizers with fused updates do what Keras' do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """Which gradients travel together."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

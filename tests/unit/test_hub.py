@@ -1,7 +1,5 @@
 """The star of connections: who proves to be a rank of the run is heard, and nothing else is."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

@@ -1,7 +1,5 @@
 """Which run a checkpoint is of, and where the checkpoints of a run have gone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

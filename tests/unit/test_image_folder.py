@@ -1,7 +1,5 @@
 """Image folders: what they hold is read exactly, and what is wrong with them is named before the training."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

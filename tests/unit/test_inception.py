@@ -1,7 +1,5 @@
 """The workload inception: the paper's network with its auxiliary classifier, its loss and its optimizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

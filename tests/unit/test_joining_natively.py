@@ -1,7 +1,5 @@
 """How ranks join natively: who gets the memory of a node, and which nodes can meet."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pipes that are full: what is printed waits for a reader that is slow, and not for one that stands still."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """What a run tells whoever launched it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Each package imports only from packages above it, and no two files import each other."""
 
-from __future__ import annotations
-
 import graphlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The lease of a run directory: one writer at a time, none that is gone stands in the way, a late one notices."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Nothing in a run directory is followed: what its links name is neither written, removed, moved nor read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

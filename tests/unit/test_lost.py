@@ -1,7 +1,5 @@
 """An error that another rank's end brings about is told as what it is."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Who runs out of memory reads what was too large, where, and what helps."""
 
-from __future__ import annotations
-
 import pytest
 import tensorflow as tf
 

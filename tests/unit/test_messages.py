@@ -1,7 +1,5 @@
 """What a step sends: the same messages from a rank that has samples and from one that has none."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is told and kept of a step that was not finite."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The order of samples: a permutation of each epoch that knows neither ranks nor world size."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

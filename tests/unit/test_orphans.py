@@ -1,7 +1,5 @@
 """The helper that ends what outlives a rank."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

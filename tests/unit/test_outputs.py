@@ -1,7 +1,5 @@
 """Commands replace files of their own kind only."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

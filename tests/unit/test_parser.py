@@ -1,7 +1,5 @@
 """What a command's options make of words, flags and YAML."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path

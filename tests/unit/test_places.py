@@ -1,7 +1,5 @@
 """Where a pipeline was: which places are kept, and what is never asked for its state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Forecasts: their formulas, the published table, and the command."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

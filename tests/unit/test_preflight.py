@@ -1,7 +1,5 @@
 """What the ranks compare before they train, and how differences are told; without other ranks."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run remembers: which evaluation was the best, and how long ago."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict

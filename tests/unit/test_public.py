@@ -1,7 +1,5 @@
 """``ringtrain.__all__``: what a user's file needs, and nothing that starts TensorFlow before it is used."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

@@ -1,7 +1,5 @@
 """What a workload's methods may not give is known before the first step, and said in the words of the method."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from pathlib import Path

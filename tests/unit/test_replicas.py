@@ -1,7 +1,5 @@
 """The hash by which replicas are compared, and how a drift is told."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """A run directory opened: a fresh run, one that resumes where it was, or one that is complete."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict, fields, replace

@@ -1,7 +1,5 @@
 """The run directory: never shared by two runs, and readable line by line."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

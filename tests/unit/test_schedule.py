@@ -1,7 +1,5 @@
 """The learning rate as a function of the samples seen."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

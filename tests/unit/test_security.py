@@ -1,7 +1,5 @@
 """Nothing that is read can run code, and no file of another user is written through a link."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

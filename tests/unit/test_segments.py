@@ -1,7 +1,5 @@
 """Segments of shared memory: those of killed ranks are removed, and no others."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets

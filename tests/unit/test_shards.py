@@ -1,7 +1,5 @@
 """Which values are whose, where the update is shared out."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Which MPI srun is asked for, by what the site's srun names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

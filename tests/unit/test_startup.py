@@ -1,7 +1,5 @@
 """The start of TensorFlow."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is concluded from the states of the ranks: a table."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the time of the steps goes: the parts and their sum."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Requests to stop, in real processes: what each signal does before and in training, and the file ``stop``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

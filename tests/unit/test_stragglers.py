@@ -1,7 +1,5 @@
 """Who is slow at computing: found after a while, told once, and never one that waits."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import threading

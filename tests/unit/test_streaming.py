@@ -1,7 +1,5 @@
 """What a rank is fed: each array as it was when it was given, and refused where it is not like the first."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """TFRecord files: any record at once, and what is wrong with a file is found, named and survived where it can be."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """When a run has to stop by itself."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import time

@@ -1,7 +1,5 @@
 """The timeline of native sums, in Chrome's trace format."""
 
-from __future__ import annotations
-
 from ringtrain.collectives.native.backend import draw_timeline
 
 

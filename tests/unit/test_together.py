@@ -1,7 +1,5 @@
 """What is said of errors and of results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

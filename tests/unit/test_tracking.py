@@ -1,7 +1,5 @@
 """What a tracker gets: each step once, in order, whatever fails."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """By which names variables are kept, whatever Keras calls the optimizer that holds them."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The watchdog of a process alone: what hangs is ended with a name, what was stopped goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """How a workload is made of its class."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Who a process is, from each launcher's own variables."""
 
-from __future__ import annotations
-
 import pytest
 
 from ringtrain.errors import UsageError

@@ -1,7 +1,5 @@
 """Whole runs, for the tests of this directory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence

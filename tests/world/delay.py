@@ -6,8 +6,6 @@ Kernels without netem have no other way. Segments stay as large as TCP makes the
 pass this process.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Virtual environments that lack something, or have another version of it."""
 
-from __future__ import annotations
-
 import fnmatch
 import subprocess
 import sys

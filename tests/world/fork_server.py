@@ -17,8 +17,6 @@ lives in other namespaces, in another cgroup or under other resource limits. It 
 tests' Slurm have servers of their own.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib

@@ -5,8 +5,6 @@ says what belongs to a run. Each command therefore carries a mark in its environ
 So does a job that it hands to Slurm, which is meant to outlive it: `OF_A_JOB` tells those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

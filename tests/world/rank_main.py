@@ -1,7 +1,5 @@
 """A rank of a group of test processes: starts as a rank of a training run does, then runs test bodies."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import importlib

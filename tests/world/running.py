@@ -1,7 +1,5 @@
 """A run that is watched while it trains, and interrupted on purpose."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

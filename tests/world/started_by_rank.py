@@ -3,8 +3,6 @@
 The first argument says which: ``{"rank": 1, "flags": [...], "variables": {...}}``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

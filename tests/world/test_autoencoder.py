@@ -1,7 +1,5 @@
 """The workload autoencoder learns to give back images on two ranks, and TensorBoard shows it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

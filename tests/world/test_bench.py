@@ -1,7 +1,5 @@
 """``ringtrain bench`` on real ranks, and a short benchmark: every contender trains the same, and the file says so."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The ranks of a node fill one cache together: each decodes its share, and all read the whole."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that cannot sum, or share a GPU, are refused before anything is trained."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the ranks say to each other, and the reduction of gradients, under every world."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

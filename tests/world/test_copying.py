@@ -1,7 +1,5 @@
 """Checkpoints that an S3-compatible server on loopback gets, and weights in safetensors."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Pipelines of tf.data's: what N ranks train by them, how a run goes on, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 What cannot be broken here, GPUs, is judged from made facts in tests/unit/test_doctor.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The end of a process: nothing that the user's code has left running keeps it, and its exit code is what it earned."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Evaluations: on demand, until nothing gets better, and with a full disk."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

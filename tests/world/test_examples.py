@@ -1,7 +1,5 @@
 """What README.md and the pages of docs/ show, run: their commands, and the files of examples/."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

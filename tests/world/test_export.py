@@ -1,7 +1,5 @@
 """The model of a run, written for use without ringtrain."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that are fed their own samples, and samples that cannot be read: exact means, and no rank waits."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The groups of ranks that the other tests of this directory run in, seen working and failing."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

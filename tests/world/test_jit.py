@@ -1,7 +1,5 @@
 """``--jit_compile``: XLA compiles a rank's forward and backward pass, and all ranks train what one process trains."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``python -m launch local``: a run survives what kills its processes, and none of them survives the run."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal

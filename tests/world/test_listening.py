@@ -1,7 +1,5 @@
 """Where all ranks are on one node, nobody else can connect to them."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """Several steps in one call train, report and stop as single steps do, bit for bit."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

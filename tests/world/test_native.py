@@ -1,7 +1,5 @@
 """The native backend: its sums, what trains by them, and what becomes of a run that cannot have it."""
 
-from __future__ import annotations
-
 import functools
 import re
 import signal

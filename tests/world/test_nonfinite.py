@@ -1,7 +1,5 @@
 """What is found out about a step that was not finite, and that no state is saved that is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samples and batches by their number: what N ranks train on them, and what is told of those that cannot be read."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reduction by Horovod travels while the backward pass computes, as Horovod's own timeline shows."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A workload of a user's own with all that one may have."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

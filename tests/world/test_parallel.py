@@ -1,7 +1,5 @@
 """make_parallel under every world: the result and the gradients of one process, on every rank."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import subprocess

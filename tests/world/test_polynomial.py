@@ -1,7 +1,5 @@
 """The workload polynomial finds the coefficients, in one process and in two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranks that were not started alike, or have not the same data or model, stop at once and say who has what."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

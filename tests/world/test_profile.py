@@ -1,7 +1,5 @@
 """``--profile``: TensorFlow's profile of some steps of rank 0, and a timeline of the sums of all ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas that drift apart are found, whichever rank, variable and bit it is, and never saved; no others are."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Callable

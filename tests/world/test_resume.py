@@ -1,7 +1,5 @@
 """Runs that are killed, or go on with another number of ranks, end as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Whole runs of the program under each launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``ringtrain.train`` from a user's own script."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

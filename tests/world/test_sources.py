@@ -1,7 +1,5 @@
 """All ranks must have the same data: what shows at once, and then what the samples are."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole numbers and booleans that a model updates in its forward pass are on all ranks those of one process."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training step under every world: N ranks train what one process trains, and no rank decides alone."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

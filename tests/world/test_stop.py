@@ -1,7 +1,5 @@
 """Requests to stop, of every kind and at every moment: all is saved at one step, and the same command resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

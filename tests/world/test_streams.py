@@ -1,7 +1,5 @@
 """stdout and stderr that go away: the run continues without them, and ends with the exit code that it earned."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

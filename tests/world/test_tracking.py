@@ -1,7 +1,5 @@
 """Runs whose log real trackers get: MLflow's server on loopback, W&B offline, and Trackio's database."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What travels between the ranks, counted by the system."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import keras

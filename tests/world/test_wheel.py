@@ -1,7 +1,5 @@
 """What `make dist` builds, installed where neither the checkout nor its ``launch`` can be imported."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

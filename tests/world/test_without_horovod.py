@@ -1,7 +1,5 @@
 """Training where Horovod is not installed: ranks on cores sum natively, and MPI carries the rest."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

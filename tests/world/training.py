@@ -1,7 +1,5 @@
 """Small models and their training, by ringtrain's step and, as the reference, by a plain Keras loop in one process."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes of a contender: bounded, and none outlives its run."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """What each contender is started with."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import json

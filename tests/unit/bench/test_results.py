@@ -1,7 +1,5 @@
 """What is made of the runs: checks and tables."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

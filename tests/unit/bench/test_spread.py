@@ -1,7 +1,5 @@
 """Medians and how sure they are."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A batch script run by real bash, with programs of the cluster that write down how they were called."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping, Sequence

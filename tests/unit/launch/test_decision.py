@@ -1,7 +1,5 @@
 """What is concluded from the end of a group: its exit code, whether it is started again, what the user reads."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from pathlib import Path

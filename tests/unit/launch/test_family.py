@@ -1,7 +1,5 @@
 """No process outlives the one that it came of, whichever is killed and wherever it moved to."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

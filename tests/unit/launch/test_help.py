@@ -1,7 +1,5 @@
 """The screens of ``python -m launch``, and what a misspelt word meets."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

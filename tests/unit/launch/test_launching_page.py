@@ -1,7 +1,5 @@
 """docs/launching.md says of Slurm what is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

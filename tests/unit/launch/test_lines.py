@@ -1,7 +1,5 @@
 """Lines of a rank, labelled and never broken."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 

@@ -1,7 +1,5 @@
 """A kill for want of memory is told from any other, with the limit that it was for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from launch.rank import NODE, count_kills, find_limit

@@ -1,7 +1,5 @@
 """The command that starts a group on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

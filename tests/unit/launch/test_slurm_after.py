@@ -1,7 +1,5 @@
 """What follows when the ranks of a job have ended, and what Slurm is asked for then."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

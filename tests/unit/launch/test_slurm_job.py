@@ -1,7 +1,5 @@
 """What a user may ask of Slurm, and what is wrong with the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

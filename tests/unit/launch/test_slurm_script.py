@@ -1,7 +1,5 @@
 """The batch scripts: recorded texts, what bash and sbatch read in them, what becomes of signals and exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Workloads whose samples are compared with the others of their batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """Workloads that show how a run ends: with which weights, or with which error."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Models that hold every layer of Keras that trains, each in a branch of its own."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workloads whose ranks are fed their own samples, and one whose samples cannot all be read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs whose own code leaves something running at their end, such as ``python keeping.py HOW OUT``."""
 
-from __future__ import annotations
-
 import atexit
 import concurrent.futures
 import ctypes

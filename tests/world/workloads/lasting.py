@@ -1,7 +1,5 @@
 """A workload for runs that are interrupted: a ledger among its metrics, and steps and saves that can take a while."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Workloads that compute a part in a narrower type than the run asks for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

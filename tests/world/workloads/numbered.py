@@ -1,7 +1,5 @@
 """Workloads whose samples, or batches, an object gives by their number."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping

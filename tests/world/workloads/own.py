@@ -1,7 +1,5 @@
 """What users bring: several inputs and outputs, several losses, a frozen part, metrics and summaries of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Workloads whose samples come from a tf.data pipeline."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

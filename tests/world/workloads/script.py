@@ -1,7 +1,5 @@
 """A script of a user's own, as a launcher starts it: it trains, and continues with what came of it."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

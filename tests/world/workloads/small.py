@@ -1,7 +1,5 @@
 """Workloads that train in no time: 107 synthetic samples, a small dense network."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar

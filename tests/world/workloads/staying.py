@@ -1,7 +1,5 @@
 """Workloads that leave something behind which outlives the training."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

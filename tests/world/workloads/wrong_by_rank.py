@@ -1,7 +1,5 @@
 """A user's workload with a mistake: its augmentation knows the rank."""
 
-from __future__ import annotations
-
 import os
 
 import tensorflow as tf

@@ -372,8 +372,13 @@ def test_a_stop_path_that_is_no_file_is_ignored(tmp_path: Path, kind: str, monke
     else:
         stop.symlink_to("gone")
     looks, isfile = threading.Semaphore(0), os.path.isfile
+
+    def look(path: str) -> bool:
+        looks.release()
+        return isfile(path)
+
     monkeypatch.setattr(stopping, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(os.path, "isfile", lambda path: (isfile(path), looks.release())[0])
+    monkeypatch.setattr(os.path, "isfile", look)
     with StopRequests() as requests:
         requests.watch_file(tmp_path)
         assert all(looks.acquire(timeout=20) for _ in range(3))

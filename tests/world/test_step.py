@@ -194,20 +194,6 @@ def test_losses_added_by_layers_are_trained_as_in_keras(collective: Collective) 
         assert_close(variable.numpy(), right.numpy(), variable.path)
 
 
-@on_ranks(2, slow=[1, 3])
-def test_each_sample_comes_once_per_epoch(collective: Collective) -> None:
-    source = dense_samples(46)
-    epochs = 2
-    batches = list(batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=5 * epochs))
-    for epoch in range(epochs):
-        mine = [int(index) for batch in batches[5 * epoch : 5 * (epoch + 1)] for index in batch.indices]
-        ranks = all_gather_object(collective, mine, name=f"ledger/{epoch}")
-        assert sorted(index for indices in ranks for index in indices) == list(range(46))
-    for batch in batches:
-        np.testing.assert_array_equal(batch.x, source.x.numpy()[batch.indices.numpy()])
-        np.testing.assert_array_equal(batch.y, source.y.numpy()[batch.indices.numpy()])
-
-
 @on_ranks(2, slow=[1])
 def test_weight_averages_are_updated_and_used_in_evaluation(collective: Collective) -> None:
     source = dense_samples(23)

@@ -22,6 +22,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
     "float16": ({"compression": hvd.Compression.fp16}, MEAN),
     "one group": ({"groups": 1}, MEAN),
     "three groups": ({"groups": 3}, MEAN),
+    "groups of variables": ({"groups": lambda v: [[v[2], v[0]], [v[3].value, v[1].value]]}, MEAN),
+    "sparse as dense": ({"sparse_as_dense": True}, MEAN),
     "a name with a slash": ({"name": "my optimizer/1"}, MEAN),
     "devices": ({"device_dense": "/cpu:0", "device_sparse": "/cpu:0"}, MEAN),
 }
@@ -76,7 +78,9 @@ def test_gradients_are_reduced(collective: Collective, options: str) -> None:
     arguments, expected = OPTIONS[options]
     for run in RUNS:
         variables = create_variables()
-        step_of(run, collective, hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **arguments), variables)()
+        groups = arguments.get("groups")
+        its = {**arguments, "groups": groups(variables)} if callable(groups) else arguments
+        step_of(run, collective, hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **its), variables)()
         check(variables, expected)
 
 
@@ -85,23 +89,6 @@ def test_the_old_name_of_groups_works_with_a_warning(collective: Collective) -> 
     variables = create_variables()
     with pytest.warns(DeprecationWarning, match="num_groups has been replaced by groups"):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), num_groups=2)
-    apply(optimizer, rank_gradients(collective, variables), variables)
-    check(variables, MEAN)
-
-
-@on_ranks(2)
-def test_variables_may_be_grouped(collective: Collective) -> None:
-    variables = create_variables()
-    groups = [[variables[2], variables[0]], [variables[3].value, variables[1].value]]
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), groups=groups)
-    apply(optimizer, rank_gradients(collective, variables), variables)
-    check(variables, MEAN)
-
-
-@on_ranks(2)
-def test_sparse_gradients_may_travel_dense(collective: Collective) -> None:
-    variables = create_variables()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), sparse_as_dense=True)
     apply(optimizer, rank_gradients(collective, variables), variables)
     check(variables, MEAN)
 

@@ -1,8 +1,10 @@
 """What would train in silence, or wait for ever, ends in a message that says what to do."""
 
+import contextlib
 import hashlib
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -342,13 +344,17 @@ def test_replicas_that_drift_are_named_after_the_epoch(collective: Collective) -
     fit(model, local, split_batches(make_batches(4)), epochs=2)
 
 
-class Captured(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+@contextlib.contextmanager
+def captured(log: logging.Logger) -> Iterator[list[str]]:
+    """The lines of a log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 @pytest.mark.slow
@@ -369,15 +375,11 @@ def test_ranks_that_train_on_the_same_samples_are_named(collective: Collective) 
     model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dropout(0.5, seed=rank), *make_model().layers])
     model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse")
     for data, is_named in ((own, False), (batches[:1] * 10, False), (own if rank == 1 else batches, True)):
-        captured = Captured()
         same_samples.warn_of_same.cache_clear()
-        same_samples.log.addHandler(captured)
-        try:
+        with captured(same_samples.log) as lines:
             model.fit(dataset(data), epochs=2, verbose=0, callbacks=[Evaluate()])
-        finally:
-            same_samples.log.removeHandler(captured)
-        said = [line for line in captured.lines if "the very same data" in line]
-        assert len(said) == (is_named and rank == 0), captured.lines
+        said = [line for line in lines if "the very same data" in line]
+        assert len(said) == (is_named and rank == 0), lines
     if said:
         assert said[0].startswith("ringtrain.keras: ranks 0, 2 had the very same data")
 
@@ -445,18 +447,14 @@ class OwnStep(keras.Sequential):
 
 @on_ranks(2)
 def test_a_step_that_xla_cannot_compile_runs_and_warns_once(collective: Collective) -> None:
-    captured = Captured()
-    compiled.log.addHandler(captured)
-    try:
+    with captured(compiled.log) as mine:
         for _ in range(2):
             model, batches = OwnStep(make_model().layers), split_batches(make_batches(4))
             train("fit", model, DISTRIBUTE(keras.optimizers.SGD()), batches, jit_compile=True)
             assert model.jit_compile
         model.train_on_batch(*batches[0])
         model.predict(np.zeros((2, FEATURES)), verbose=0)
-    finally:
-        compiled.log.removeHandler(captured)
-    lines = all_gather_object(collective, captured.lines, name="lines")
+    lines = all_gather_object(collective, mine, name="lines")
     assert [len(line) for line in lines] == [1, 0]
     assert "without XLA: OwnStep has its own train_step" in lines[0][0]
 
@@ -489,14 +487,10 @@ class InPython(keras.layers.Layer):
 @pytest.mark.slow
 @on_ranks(2)
 def test_an_operation_that_xla_has_not_is_named(collective: Collective) -> None:
-    captured = Captured()
-    compiled.log.addHandler(captured)
-    try:
+    with captured(compiled.log) as mine:
         model = keras.Sequential([keras.Input((FEATURES,)), InPython(), *make_model().layers])
         train("fit", model, DISTRIBUTE(keras.optimizers.SGD(0.1)), split_batches(make_batches(4)), jit_compile=True)
-    finally:
-        compiled.log.removeHandler(captured)
-    lines = all_gather_object(collective, captured.lines, name="lines")
+    lines = all_gather_object(collective, mine, name="lines")
     assert not lines[1]
     assert re.search(r"without XLA: XLA has no way to compile PyFuncStateless \(\S*in_python\S*\)", lines[0][0]), lines
 

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -25,6 +25,7 @@ from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.run.store import find_checkpoint
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
+from tests.keras.kept import generate
 from tests.keras.training import CLASSES, FEATURES
 from tests.world.group import SOCKET_DIRECTORY, on_ranks
 from tests.world.running import events
@@ -148,12 +149,6 @@ def fit_whole(kind: str = "dataset") -> Whole:
     fitted = fit(str(out), kind, best_metric="accuracy", best_direction="max", log_every=3)
     assert fitted.code is None
     return Whole(out, fitted.bits(), fitted.logs)
-
-
-def generate(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    while True:
-        for start in range(0, len(x), BATCH_SIZE):
-            yield x[start:][:BATCH_SIZE], y[start:][:BATCH_SIZE]
 
 
 class Slices(keras.utils.PyDataset):

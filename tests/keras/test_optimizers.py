@@ -1,7 +1,7 @@
 """Two ranks with half of each batch train the model that one rank trains with the whole of it."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -77,37 +77,37 @@ def make_optimizer(name: str) -> keras.optimizers.Optimizer:
     return getattr(keras.optimizers, name)(**OPTIMIZERS[name])
 
 
-def train_alone(optimizer: keras.optimizers.Optimizer, way: str = "loop") -> keras.Model:
-    """Train one rank with the whole batches. (Traced after a distributed model, or the guards would report it.)"""
-    alone = make_model()
-    train(way, alone, optimizer, make_batches(SAMPLES))
-    return alone
-
-
 def train_distributed(way: str, optimizer: keras.optimizers.Optimizer) -> keras.Model:
     model = make_model()
     train(way, model, hvd.DistributedOptimizer(optimizer), split_batches(make_batches(SAMPLES)))
     return model
 
 
-def check_ways(collective: Collective, name: str, ways: tuple[str, ...]) -> None:
-    """Compare the ranks with each other, and rank 0 with one process that trains on whole batches."""
+def check_ways(
+    collective: Collective, create: Callable[[], Any], ways: Sequence[str], alone_ways: Sequence[str] = ("loop",)
+) -> None:
+    """Compare the ranks with each other, and rank 0 with one process that trains on whole batches.
+
+    (It is traced after distributed models, or the guards would report it.)
+    """
     set_precision("float64")
-    models = [train_distributed(way, make_optimizer(name)) for way in ways]
+    models = [train_distributed(way, create()) for way in ways]
     for model in models:
         assert_same_bits_on_all_ranks(model.variables, collective)
     if not collective.world.is_rank0:
         return
-    alone = {way: train_alone(make_optimizer(name), way) for way in (ways if name in OWN_WAY else ("loop",))}
+    alone = {way: make_model() for way in alone_ways}
+    for way, model in alone.items():
+        train(way, model, create(), make_batches(SAMPLES))
     differences = {
         way: largest_difference(model, alone.get(way) or alone["loop"]) for way, model in zip(ways, models, strict=True)
     }
     assert max(differences.values()) < TOLERANCE, differences
 
 
-def slow_but(names: Collection[str], default: Collection[str]) -> list[Any]:
-    """The names as parameters, of which only some are tried by default."""
-    return [name if name in default else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow_but(name: str, default: Collection[str]) -> list[pytest.MarkDecorator]:
+    """The marks of a parameter, of which only some are tried by default."""
+    return [] if name in default else [pytest.mark.slow]
 
 
 def update(optimizer: keras.optimizers.Optimizer, gradients: np.ndarray) -> list[np.ndarray]:
@@ -137,37 +137,28 @@ def test_every_optimizer_applies_the_mean_of_the_gradients(collective: Collectiv
             np.testing.assert_allclose(found, right, rtol=TOLERANCE, err_msg=name)
 
 
-@pytest.mark.parametrize("name", slow_but(sorted(THERE - set(ALL_WAYS)), NOT_FUSED))
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        *(pytest.param(name, WAYS[:1], marks=slow_but(name, NOT_FUSED)) for name in sorted(THERE - set(ALL_WAYS))),
+        *(pytest.param(name, WAYS[1:], marks=pytest.mark.slow) for name in sorted(THERE - set(ALL_WAYS))),
+        *(pytest.param(name, WAYS, marks=slow_but(name, ["SGD", WITH_PARTS[-1]])) for name in ALL_WAYS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
 @on_ranks(2)
-def test_two_ranks_equal_one_in_fit(collective: Collective, name: str) -> None:
-    check_ways(collective, name, ("fit",))
+def test_two_ranks_equal_one(collective: Collective, name: str, ways: tuple[str, ...]) -> None:
+    create = functools.partial(make_optimizer, name)
+    check_ways(collective, create, ways, ways if name in OWN_WAY else ("loop",))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(THERE - set(ALL_WAYS)))
-@on_ranks(2)
-def test_two_ranks_equal_one_in_eager_fit_and_in_a_loop(collective: Collective, name: str) -> None:
-    check_ways(collective, name, ("eager fit", "loop"))
-
-
-@pytest.mark.parametrize("name", slow_but(ALL_WAYS, ["SGD", WITH_PARTS[-1]]))
-@on_ranks(2)
-def test_two_ranks_equal_one_in_every_way_of_training(collective: Collective, name: str) -> None:
-    check_ways(collective, name, WAYS)
-
-
-@pytest.mark.parametrize("options", ["all that act on the reduced gradient", *slow_but(OPTIONS, [])])
+@pytest.mark.parametrize(
+    "options", ["all that act on the reduced gradient", *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS)]
+)
 @on_ranks(2)
 def test_two_ranks_equal_one_with(collective: Collective, options: str) -> None:
-    set_precision("float64")
     settings = OPTIONS.get(options, {**MOST_OPTIONS, "global_clipnorm": 0.05})
-    distributed = train_distributed("fit", keras.optimizers.Adam(0.05, **settings))
-    assert_same_bits_on_all_ranks(distributed.variables, collective)
-    if not collective.world.is_rank0:
-        return
-    alone = make_model()
-    train("fit", alone, keras.optimizers.Adam(0.05, **settings), make_batches(SAMPLES))
-    assert largest_difference(distributed, alone) < TOLERANCE
+    check_ways(collective, functools.partial(keras.optimizers.Adam, 0.05, **settings), ("fit",), ("fit",))
 
 
 FUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -244,7 +235,7 @@ def test_unsupported_optimizers_fail_in_plain_keras_too(collective: Collective) 
     train_distributed("loop", keras.optimizers.SGD())
     for name in BROKEN_IN_KERAS:
         with pytest.raises(AttributeError, match="path"):
-            train_alone(getattr(keras.optimizers, name)())
+            train("loop", make_model(), getattr(keras.optimizers, name)(), make_batches(SAMPLES))
 
 
 def test_every_optimizer_of_keras_is_tried() -> None:

@@ -1,5 +1,7 @@
 """What other files of this directory hold under two ranks over MPI, over Gloo and under three ranks."""
 
+import functools
+
 import keras
 import pytest
 import tensorflow as tf
@@ -17,7 +19,8 @@ THREE = Launch(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 @on_ranks(GLOO, timeout=120)
 def test_two_ranks_equal_one_over_gloo(collective: Collective) -> None:
     test_arguments.test_gradients_are_reduced.body(collective, "nothing")
-    test_optimizers.check_ways(collective, "Adam", ("fit", "eager fit"))
+    adam = functools.partial(test_optimizers.make_optimizer, "Adam")
+    test_optimizers.check_ways(collective, adam, ("fit", "eager fit"))
     test_normalization.check_ways(collective, ("fit",))
 
 

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.world.processes import clean_environment, run_command
+from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
+
+
+def run_script(tmp_path: Path, text: str, *arguments: str, timeout: float = 60, **variables: str) -> Finished:
+    """Run a script on two ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    env = clean_environment(PYTHONPATH=str(REPOSITORY), TF_CPP_MIN_LOG_LEVEL="3", **variables)
+    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script), *arguments]
+    return run_command(command, env=env, timeout=timeout)
+
 
 SCRIPT = """
 import os
@@ -32,11 +42,7 @@ print("trained apart", flush=True)
 
 
 def test_a_script_starts_well_and_does_not_train_apart(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), HOROVOD_CYCLE_TIME="2", TF_CPP_MIN_LOG_LEVEL="3")
-    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
-    run = run_command(command, env=env, timeout=120)
+    run = run_script(tmp_path, SCRIPT, HOROVOD_CYCLE_TIME="2", timeout=120)
     assert run.rc != 0
     assert not run.left_behind
     assert "trained apart" not in run.stdout
@@ -80,12 +86,8 @@ if os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "6":
 @pytest.mark.parametrize("limit", ["6", None])  # longer than one rank traces its first step after the other
 def test_a_stalled_collective_of_a_callback_is_aborted(limit: str | None, tmp_path: Path) -> None:
     """By Horovod, which names both sides; after an hour unless the user says otherwise."""
-    script = tmp_path / "script.py"
-    script.write_text(STALLED)
-    times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": limit} if limit else {}
-    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3", **times)
-    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
-    run = run_command(command, env=env, timeout=60)
+    times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": limit}
+    run = run_script(tmp_path, STALLED, **(times if limit else {}))  # type: ignore[arg-type]
     assert run.stdout.count(f"limit {limit or 3600}") == 2
     assert (run.rc != 0) == (limit is not None)
     assert not run.left_behind
@@ -112,11 +114,7 @@ print("the script goes on", flush=True)
 
 
 def test_a_script_exits_despite_a_running_thread(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(LEAVING)
-    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
-    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
-    run = run_command(command, env=env, timeout=60)
+    run = run_script(tmp_path, LEAVING)
     assert run.rc == 0, run.stderr
     assert run.stdout.count("the script goes on") == 2
     [said] = re.findall("ringtrain.keras: communication: .*", run.stderr)  # of rank 0 alone
@@ -148,29 +146,13 @@ hvd.allreduce([1.0])
     ],
 )
 def test_an_error_of_all_ranks_is_shown_once(tmp_path: Path, how: str, tracebacks: list[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(FAILING)
-    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
-    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script), how]
-    run = run_command(command, env=env, timeout=120)
+    run = run_script(tmp_path, FAILING, how, timeout=120)
     assert run.rc != 0
     assert not run.left_behind
     shown = re.findall(r"^(KeyError|ValueError): ", run.stderr, re.MULTILINE)
     assert sorted(shown) == tracebacks, run.stderr
     if how == "alike":
         assert run.stderr.count("Traceback (most recent call last)") == 1, run.stderr
-
-
-UNFIT = """
-import numpy as np
-import keras
-import ringtrain.keras as hvd
-
-hvd.init()
-model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
-model.fit(np.ones((8, 6 - hvd.rank())), np.ones((8, 1)), batch_size=2, verbose=0)
-"""
 
 
 ENDINGS = {
@@ -195,25 +177,18 @@ model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
 
 @pytest.mark.parametrize("how", ENDINGS)
 def test_a_script_that_exits_before_the_other_ranks_is_reported(tmp_path: Path, how: str) -> None:
-    script = tmp_path / "script.py"
     rest, message = ENDINGS[how]
-    script.write_text(BEGINNING + rest)
-    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
-    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
-    run = run_command([*command, str(tmp_path / "run")], env=env, timeout=120)
+    run = run_script(tmp_path, BEGINNING + rest, str(tmp_path / "run"), timeout=120)
     assert run.rc == 1
     assert message in run.stderr
 
 
 @pytest.mark.slow
 def test_wrong_data_on_one_rank_stop_all_with_the_keras_error(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(UNFIT)
-    env = clean_environment(PYTHONPATH=str(Path(__file__).parents[2]), TF_CPP_MIN_LOG_LEVEL="3")
-    command = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, str(script)]
-    run = run_command(command, env=env, timeout=60)
+    fit = "model.fit(np.ones((8, 2 - hvd.rank())), np.ones((8, 1)), batch_size=2, verbose=0)"
+    run = run_script(tmp_path, BEGINNING.replace("Input((1,))", "Input((2,))") + fit)
     assert run.rc != 0
     assert not run.left_behind
     assert "ValueError: " in run.stderr
-    assert "expected axis -1 of input shape to have value 6, but received input with shape (2, 5)" in run.stderr
+    assert "expected axis -1 of input shape to have value 2, but received input with shape (2, 1)" in run.stderr
     assert "a rank has ended that others wait for: rank 1" in run.stderr

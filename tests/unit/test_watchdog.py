@@ -14,16 +14,8 @@ from unittest import mock
 
 import pytest
 
-from ringtrain.runtime.activity import (
-    LONG_SECONDS,
-    Phase,
-    current,
-    limit_seconds,
-    meeting,
-    move,
-    set_phase,
-    when_it_may_not_take_long,
-)
+from ringtrain.runtime import activity
+from ringtrain.runtime.activity import Phase, current, set_phase
 from ringtrain.runtime.world import World
 from ringtrain.watchdog.hub import MAX_LINE_BYTES
 from ringtrain.watchdog.stacks import MAX_GROUPS, find_user_frame, group_stacks, read_stacks, write_stacks
@@ -239,12 +231,12 @@ time.sleep(30)
 def test_a_defect_of_the_watchdog_ends_no_run(run: Start) -> None:
     body = """
 watchdog._judge = lambda seconds: 1 / 0
-time.sleep(3)
+time.sleep(1.5)
 watchdog.begin_leaving(0)
 watchdog.stop()
 print("ENDED")
 """
-    code, out, err = run(body).end()
+    code, out, err = run(body, limit=0.5).end()
     assert code == 0
     assert "WARNED the watchdog of rank 0 has failed" in out
     assert out.endswith("ENDED\n")
@@ -252,8 +244,8 @@ print("ENDED")
 
 
 def test_any_process_may_ask_for_the_stacks(run: Start) -> None:
-    program = run("move_for(2)\nwatchdog.stop()")
-    time.sleep(0.5)
+    program = run("move_for(1)\nwatchdog.stop()")
+    time.sleep(0.2)
     program.popen.send_signal(signal.SIGRTMIN + 6)
     code, _, err = program.end()
     assert code == 0
@@ -267,14 +259,14 @@ def test_each_note_and_each_move_is_seen() -> None:
     set_phase(Phase.STEP, 3)
     assert current()[0] is not before[0]
     before = current()
-    move()
+    activity.move()
     assert current()[1] != before[1]
 
 
 def test_a_rank_returns_to_its_phase_after_a_meeting() -> None:
     set_phase(Phase.PREPARE, takes_long=True)
     before = current()
-    with meeting():
+    with activity.meeting():
         inside = current()[0]
     assert (inside.doing, inside.takes_long) == (Phase.MEET, True)
     assert current()[0] is before[0]
@@ -282,14 +274,14 @@ def test_a_rank_returns_to_its_phase_after_a_meeting() -> None:
 
 
 def test_a_long_phase_has_at_least_ten_minutes() -> None:
-    assert limit_seconds(4, takes_long=False) == 4
-    assert limit_seconds(4, takes_long=True) == LONG_SECONDS == 600
-    assert limit_seconds(1000, takes_long=True) == 1000
+    assert activity.limit_seconds(4, takes_long=False) == 4
+    assert activity.limit_seconds(4, takes_long=True) == activity.LONG_SECONDS == 600
+    assert activity.limit_seconds(1000, takes_long=True) == 1000
 
 
 def test_the_end_of_a_long_phase_is_announced_at_once() -> None:
     told = []
-    when_it_may_not_take_long(lambda: told.append(current()[0].step))
+    activity.when_it_may_not_take_long(lambda: told.append(current()[0].step))
     try:
         set_phase(Phase.STEP, 1, takes_long=True)
         set_phase(Phase.STEP, 2, takes_long=True)
@@ -298,7 +290,7 @@ def test_the_end_of_a_long_phase_is_announced_at_once() -> None:
         set_phase(Phase.SAVE, 4, takes_long=True)
         set_phase(Phase.DATA, 4)
     finally:
-        when_it_may_not_take_long(None)
+        activity.when_it_may_not_take_long(None)
     assert told == [3, 4]
 
 

@@ -23,6 +23,7 @@ from ringtrain.data.sources import BadSample, from_arrays
 from ringtrain.errors import DataError, UsageError
 from ringtrain.files import cache_directory
 from ringtrain.runtime.world import World
+from tests.unit.images import in_pipeline as run
 
 NUM_SAMPLES = 23
 ALL = np.arange(NUM_SAMPLES)
@@ -76,13 +77,6 @@ def rank_of_node(rank: int, size: int) -> World:
 
 def cached(source: Any, mode: Mode) -> Any:
     return with_cache(source, mode, solo(), name="train", num_threads=2)
-
-
-def run(gather: Any, indices: Iterable[int]) -> Any:
-    """As the pipeline does: in the graph of a dataset."""
-    dataset = tf.data.Dataset.from_tensors(tf.constant(list(indices), tf.int64)).map(gather)
-    [result] = dataset.as_numpy_iterator()
-    return result
 
 
 def assert_samples(result: Any, indices: Iterable[int]) -> None:

@@ -1,25 +1,21 @@
 """The configuration: every rule, and whose value wins."""
 
 import dataclasses
+import inspect
 import math
 import re
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
-from ringtrain.config import (
-    EPSILON_OPTIMIZERS,
-    MOMENTUM_OPTIMIZERS,
-    OPTIMIZER_CLASSES,
-    RHO_OPTIMIZERS,
-    Config,
-    OptimizerConfig,
-    make_config,
-    to_plain,
-)
+from ringtrain import config as config_module
+from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig, make_config, to_plain
 from ringtrain.errors import UsageError
+from ringtrain.step.optimizers import LARS
+from ringtrain.training.creation import create_optimizer
 
 
 @pytest.mark.parametrize(
@@ -186,43 +182,32 @@ def test_settings_become_plain_values(tmp_path: Path) -> None:
     assert (plain["data_dir"], plain["out"], plain["optimizer"]["name"]) == (str(tmp_path), "runs/a", "sgd")
 
 
-def test_every_optimizer_is_there() -> None:
-    import keras
-
-    for name in OPTIMIZER_CLASSES:
-        assert issubclass(class_of(name), keras.optimizers.Optimizer)
-
-
 def class_of(name: str) -> Any:
     """Keras' class of an optimizer, or ringtrain's own."""
-    import keras
-
-    from ringtrain.step.optimizers import LARS
-
     return LARS if name == "lars" else getattr(keras.optimizers, OPTIMIZER_CLASSES[name])
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_CLASSES)
 def test_every_optimizer_can_be_made_from_its_settings(name: str) -> None:
-    from ringtrain.training.creation import create_optimizer
-
-    momentum = 0.5 if name in MOMENTUM_OPTIMIZERS else 0.0
+    momentum = 0.5 if name in config_module.MOMENTUM_OPTIMIZERS else 0.0
     settings = OptimizerConfig(name=name, lr=0.25, weight_decay=0.125, clip_global_norm=2.0, momentum=momentum)
     optimizer = create_optimizer(settings)
     made = optimizer.get_config()
     assert isinstance(optimizer, class_of(name))
+    assert isinstance(optimizer, keras.optimizers.Optimizer)
     assert (made["learning_rate"], made["weight_decay"], made["global_clipnorm"]) == (0.25, 0.125, 2.0)
     assert made.get("momentum", 0.5) == 0.5
 
 
 @pytest.mark.parametrize(
-    ("setting", "names"), [("rho", RHO_OPTIMIZERS), ("epsilon", EPSILON_OPTIMIZERS), ("trust_coefficient", ("lars",))]
+    ("setting", "names"),
+    [
+        ("rho", config_module.RHO_OPTIMIZERS),
+        ("epsilon", config_module.EPSILON_OPTIMIZERS),
+        ("trust_coefficient", ("lars",)),
+    ],
 )
 def test_a_setting_is_for_just_those_optimizers_that_take_it(setting: str, names: tuple[str, ...]) -> None:
-    import inspect
-
-    from ringtrain.training.creation import create_optimizer
-
     for name in OPTIMIZER_CLASSES:
         parameters = inspect.signature(class_of(name)).parameters
         # Adafactor has two epsilons, of other names.
@@ -234,10 +219,6 @@ def test_a_setting_is_for_just_those_optimizers_that_take_it(setting: str, names
 
 
 def test_words_exclude_weights_from_weight_decay() -> None:
-    import keras
-
-    from ringtrain.training.creation import create_optimizer
-
     settings = OptimizerConfig(name="adamw", weight_decay=0.1, exclude="bias, gamma,")
     assert settings.excluded_words == ["bias", "gamma"]
     optimizer = create_optimizer(settings)

@@ -10,15 +10,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.data import contents
-from ringtrain.data.contents import (
-    PIECE_BYTES,
-    Contents,
-    block_size,
-    digest_blocks,
-    find_other_sums,
-    sample_files,
-    sum_blocks,
-)
+from ringtrain.data.contents import Contents, block_size, digest_blocks, sample_files
 from ringtrain.data.sources import from_arrays, from_callable
 from ringtrain.guard.contents import digest_contents, find_other_contents
 
@@ -60,7 +52,7 @@ def digests(array: Any) -> list[str]:
 def other_sums(one: Any, other: Any) -> list[int]:
     size = block_size(len(one))
     one, other = tf.constant(one), tf.constant(other)
-    return find_other_sums(sum_blocks(one, size), sum_blocks(other, size), one.dtype.name)
+    return contents.find_other_sums(contents.sum_blocks(one, size), contents.sum_blocks(other, size), one.dtype.name)
 
 
 @pytest.mark.parametrize("case", OTHERS)
@@ -153,10 +145,10 @@ def test_files_are_identified_by_name_size_and_content_not_path(tmp_path: Path) 
 
 def test_of_many_large_files_pieces_all_over_them_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contents, "SAMPLED_PIECES", 8)
-    paths = write_files(tmp_path, [100 * PIECE_BYTES] * 4)
+    paths = write_files(tmp_path, [100 * contents.PIECE_BYTES] * 4)
     first = sample_files(paths)
     for path in paths.numpy():
-        Path(path.decode()).write_bytes(bytes(100 * PIECE_BYTES))
+        Path(path.decode()).write_bytes(bytes(100 * contents.PIECE_BYTES))
     assert all(now != before for now, before in zip(sample_files(paths), first, strict=True))
     monkeypatch.setattr(contents, "SAMPLED_PIECES", 2)
     assert len(sample_files(paths)) == 2

@@ -19,6 +19,7 @@ from ringtrain.data.formats.decoding import resize_middle
 from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.errors import DataError
+from tests.unit.images import in_pipeline
 
 
 def make_image(height: int = 6, width: int = 6, channels: int = 3, *, seed: int = 0) -> np.ndarray:
@@ -56,10 +57,7 @@ def load(folder: Path, image_size: int | None = None) -> tuple[ImageFolderSource
 
 
 def gather_in_pipeline(source: ImageFolderSource, indices: list[int], method: str = "gather") -> tuple[Any, ...]:
-    """What a source gathers inside a tf.data graph, as the input pipeline asks it to."""
-    dataset = tf.data.Dataset.from_tensors(tf.constant(indices, tf.int64)).map(getattr(source, method))
-    [result] = dataset.as_numpy_iterator()
-    return result
+    return tuple(in_pipeline(getattr(source, method), indices))
 
 
 # --- What is read ---

@@ -245,7 +245,8 @@ def test_a_model_must_take_the_structure_of_the_pipeline() -> None:
 
 
 def test_best_metric_must_exist_even_without_evaluation() -> None:
-    with pytest.raises(UsageError, match="best_metric is 'nonsense'"):
+    message = "best_metric is 'nonsense'; an evaluation of '.*' gives loss, data_loss, accuracy"
+    with pytest.raises(UsageError, match=message):
         job_of(Config(steps=1, best_metric="nonsense"), create_sources=sources(ARRAYS, None))
 
 

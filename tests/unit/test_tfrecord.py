@@ -19,6 +19,7 @@ from ringtrain.data.formats.conversion import make_example
 from ringtrain.data.formats.tfrecord import TFRecordSource, load_tfrecords
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
+from tests.unit.images import in_pipeline
 from tests.world.processes import REPOSITORY, clean_environment, run_command
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 5, 7, 3), np.uint8)
@@ -65,16 +66,13 @@ def open_tfrecords(folder: Path, *, size: int | None = None, index_dir: Path | N
 
 
 def gather(source: TFRecordSource, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As the pipeline does: in the graph of a dataset."""
-    dataset = tf.data.Dataset.from_tensors(tf.constant(indices, tf.int64)).map(source.gather)
-    [(x, y)] = dataset.as_numpy_iterator()
+    x, y = in_pipeline(source.gather, indices)
     return x, y
 
 
 def gather_good(source: TFRecordSource, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    dataset = tf.data.Dataset.from_tensors(tf.constant(indices, tf.int64)).map(source.gather_good)
-    [result] = dataset.as_numpy_iterator()
-    return result
+    good, x, y = in_pipeline(source.gather_good, indices)
+    return good, x, y
 
 
 def damage(path: Path, place: int, *, record: int = 0) -> None:
@@ -109,17 +107,13 @@ def test_any_order_reads_the_records_of_sequential_reading(folder: Path) -> None
             np.testing.assert_array_equal(part, {"indices": order, "x": x, "y": y}[name])
 
 
-def test_an_empty_batch_is_one_of_the_same_shape(folder: Path) -> None:
-    source = open_tfrecords(folder)
-    x, y = gather(source, np.array([], np.int64))
-    assert (x.shape, x.dtype.name, y.shape, y.dtype.name) == ((0, 5, 7, 3), "uint8", (0,), "int64")
-    assert [len(part) for part in gather_good(source, np.array([], np.int64))] == [0, 0, 0]
-
-
-def test_shapes_are_known_to_the_graph(folder: Path) -> None:
+def test_an_empty_batch_is_one_of_the_shape_that_the_graph_knows(folder: Path) -> None:
     source = open_tfrecords(folder)
     x, y = tf.data.Dataset.from_tensors(tf.constant([0], tf.int64)).map(source.gather).element_spec
     assert (x.shape.as_list(), y.shape.as_list()) == ([1, 5, 7, 3], [1])
+    x, y = gather(source, np.array([], np.int64))
+    assert (x.shape, x.dtype.name, y.shape, y.dtype.name) == ((0, 5, 7, 3), "uint8", (0,), "int64")
+    assert [len(part) for part in gather_good(source, np.array([], np.int64))] == [0, 0, 0]
 
 
 def test_images_of_different_sizes_are_resized_to_a_given_size(tmp_path: Path) -> None:

@@ -90,14 +90,6 @@ def test_training_stops_once_evaluations_get_no_better(run_ringtrain: RunRingtra
 
 
 @pytest.mark.slow
-def test_a_best_metric_that_no_evaluation_gives_is_named(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
-    finished = run_ringtrain([*LASTING, "--out", tmp_path / "run", "--best_metric", "acuracy"], launcher="mpirun")
-    assert finished.rc == 2
-    assert "best_metric is 'acuracy'; an evaluation of" in finished.stderr
-    assert "gives loss, data_loss, accuracy" in finished.stderr
-
-
-@pytest.mark.slow
 def test_a_failed_save_does_not_end_the_run(tmp_path: Path) -> None:
     """A file stands where the checkpoints' directory should be; root is refused by nothing else than this."""
     out = tmp_path / "run"

@@ -21,6 +21,7 @@ from ringtrain.guard.preflight import require_same_sources
 from ringtrain.messages.log import show_log
 from ringtrain.training.job import create_job
 from ringtrain.workloads.base import Sources
+from tests.unit.test_contents import with_value
 from tests.world.group import on_ranks
 from tests.world.workloads.small import Small
 
@@ -76,12 +77,6 @@ def test_the_same_data_are_no_error(collective: Collective) -> None:
 NUM_SAMPLES = 3000
 X = np.random.default_rng(0).standard_normal((NUM_SAMPLES, 2, 3)).astype(np.float32)
 Y = np.arange(NUM_SAMPLES) % 7
-
-
-def with_value(array: np.ndarray, place: Any, value: Any) -> np.ndarray:
-    changed = array.copy()
-    changed[place] = value
-    return changed
 
 
 # For each case: what the last rank has, and what is said of it and of the first.

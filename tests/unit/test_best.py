@@ -12,6 +12,7 @@ from ringtrain.run import store
 from ringtrain.run.directory import RunDirectory
 from ringtrain.run.lease import LeaseLostError, acquire_lease
 from ringtrain.run.store import BEST, find_best, step_name, tidy
+from ringtrain.training.saving import CheckpointWriter
 from tests.unit.checkpoints import make_checkpoint, read_tree, save
 
 
@@ -65,8 +66,6 @@ def test_a_step_saved_again_replaces_a_link_not_its_target(tmp_path: Path) -> No
 
 def test_a_run_directory_moved_during_training_is_not_recreated(tmp_path: Path) -> None:
     """It would be half a run, which the next start refuses."""
-    from ringtrain.training.saving import CheckpointWriter  # here: it loads TensorFlow
-
     run, moved = tmp_path / "run", tmp_path / "moved"
     lease = acquire_lease(run, environ={})
     directory = RunDirectory(run, may_write=lease.check, on_close=lease.close)
@@ -84,8 +83,6 @@ def test_a_run_directory_moved_during_training_is_not_recreated(tmp_path: Path) 
 
 def write_bests(run: Path, steps: range, *, keep: int) -> list[str]:
     """Save these steps, each the best so far, as a run does; returns what the user is told."""
-    from ringtrain.training.saving import CheckpointWriter  # here: it loads TensorFlow
-
     said: list[str] = []
     directory = RunDirectory(run)
     writer = CheckpointWriter(directory, keep=keep, last_step=steps[0] - 1)

@@ -12,16 +12,8 @@ from ringtrain.config import make_config
 from ringtrain.data.formats.cifar10 import FILES, RECORD_BYTES
 from ringtrain.data.sources import ArraySource, from_arrays
 from ringtrain.training.plan import plan_steps
-from ringtrain.workloads import create_workload, load_workload
-from ringtrain.workloads.cifar10_resnet import (
-    CHANNEL_MEANS,
-    LOGIT_SCALE,
-    MAX_SHIFT,
-    Cifar10Resnet,
-    create_network,
-    patch_axes,
-    whitening_kernel,
-)
+from ringtrain.workloads import cifar10_resnet, create_workload, load_workload
+from ringtrain.workloads.cifar10_resnet import MAX_SHIFT, Cifar10Resnet, create_network, patch_axes
 from tests.unit.images import keys_of, random_images
 
 
@@ -110,7 +102,7 @@ def test_the_axes_of_patches_are_orthogonal_and_of_length_1() -> None:
 def test_the_first_layer_centres_and_whitens_bytes(model: keras.Model) -> None:
     """A patch that lies off the mean by one deviation along an axis gives 1 in that filter, and nothing in others."""
     deviation, axis = 0.159, patch_axes()[1, 0]  # upper half brighter than the lower
-    patch = np.array(CHANNEL_MEANS) + deviation * axis
+    patch = np.array(cifar10_resnet.CHANNEL_MEANS) + deviation * axis
     outputs = keras.Model(model.input, model.get_layer("whitening").output)(
         np.round(255 * np.tile(patch, (1, 16, 16, 1)))
     )
@@ -118,7 +110,7 @@ def test_the_first_layer_centres_and_whitens_bytes(model: keras.Model) -> None:
     expected = np.zeros(24)
     expected[3], expected[15] = 1, -1
     np.testing.assert_allclose(first[[0, 1, 2, 3, 6, 9, 12, 15]], expected[[0, 1, 2, 3, 6, 9, 12, 15]], atol=0.05)
-    assert whitening_kernel().shape == (2, 2, 3, 24)
+    assert cifar10_resnet.whitening_kernel().shape == (2, 2, 3, 24)
 
 
 def test_only_evaluation_averages_an_image_and_its_mirror_image(model: keras.Model) -> None:
@@ -203,4 +195,6 @@ def test_summaries_show_the_images_and_the_trained_kernels(model: keras.Model) -
 def test_the_logits_begin_soft(model: keras.Model) -> None:
     plain = keras.Model(model.input, model.get_layer("logits").output)
     images = random_images(2)
-    np.testing.assert_allclose(model(images, training=True), LOGIT_SCALE * plain(images, training=True), rtol=1e-5)
+    np.testing.assert_allclose(
+        model(images, training=True), cifar10_resnet.LOGIT_SCALE * plain(images, training=True), rtol=1e-5
+    )

@@ -1,5 +1,6 @@
 """The command line: what is wrong is said in one line, at once."""
 
+import os
 import re
 import resource
 import subprocess
@@ -20,8 +21,6 @@ LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "SLURM_", "HOROVOD_")
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No launcher, and nothing in the working directory."""
-    import os
-
     for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

@@ -17,21 +17,13 @@ from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.runtime import devices
 from ringtrain.runtime import machine as machine_module
 from ringtrain.runtime.devices import (
-    SHARED_GPUS,
     DevicePlan,
     Needs,
     Setting,
     adapt_plan,
-    apply_plan,
-    can_share_gpus,
-    choose_gpu,
-    describe_cores,
-    describe_shared_memory,
-    open_device,
     plan_devices,
     plan_settings,
     set_environment,
-    uses_horovod,
 )
 from ringtrain.runtime.machine import Machine, claim_cores, format_cores, read_cgroup_quota, read_machine
 from ringtrain.runtime.world import World
@@ -94,13 +86,13 @@ def test_a_single_process_keeps_all_cores_and_does_not_pin() -> None:
     alone = plan(0, 1, machine(4))
     assert (alone.own_cores, alone.cores, alone.intra_op_threads) == ((), (0, 1, 2, 3), 4)
     assert alone.cores_source == "environment"
-    assert describe_cores(alone) == "cores 0-3"
+    assert devices.describe_cores(alone) == "cores 0-3"
 
 
 def test_more_ranks_than_cores_share_all_of_them() -> None:
     shared = plan(2, 3, machine(2))
     assert (shared.own_cores, shared.cores, shared.intra_op_threads) == ((), (0, 1), 1)
-    assert describe_cores(shared) == "cores 0-1 (not pinned: there are 3 ranks)"
+    assert devices.describe_cores(shared) == "cores 0-1 (not pinned: there are 3 ranks)"
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(4.0, 2), (3.0, 1), (0.5, 1)])
@@ -155,7 +147,7 @@ def test_horovod_is_used_if_installed_or_requested(
     backend: str, launcher: str, is_installed: bool, is_used: bool
 ) -> None:
     with mock.patch("importlib.util.find_spec", return_value=object() if is_installed else None):
-        assert uses_horovod(backend, launcher) is is_used
+        assert devices.uses_horovod(backend, launcher) is is_used
 
 
 def test_ranks_of_several_nodes_leave_their_sums_to_horovod() -> None:
@@ -261,7 +253,7 @@ def test_ranks_of_one_node_use_shared_memory_not_the_network() -> None:
         )
         settings = settings_of(environ, world=world, on=on)
         assert settings.get("OMPI_MCA_pml") == ("ob1" if world == local_world(0, 2) else None)
-        warnings = describe_shared_memory(world, plan_devices(world, on, environ))
+        warnings = devices.describe_shared_memory(world, plan_devices(world, on, environ))
         assert bool(warnings) == (world == local_world(0, 2) and "OMPI_MCA_btl" not in settings)
         return settings.get("OMPI_MCA_btl")
 
@@ -363,10 +355,10 @@ def one_setting(name: str, value: str) -> DevicePlan:
 def test_applying_a_plan_keeps_the_user_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "7")
-    apply_plan(one_setting("HOROVOD_CYCLE_TIME", "1"))
+    devices.apply_plan(one_setting("HOROVOD_CYCLE_TIME", "1"))
     assert os.environ["HOROVOD_CYCLE_TIME"] == "7"
     monkeypatch.delenv("HOROVOD_CYCLE_TIME")
-    apply_plan(one_setting("HOROVOD_CYCLE_TIME", "1"))
+    devices.apply_plan(one_setting("HOROVOD_CYCLE_TIME", "1"))
     assert os.environ["HOROVOD_CYCLE_TIME"] == "1"
     monkeypatch.delenv("HOROVOD_CYCLE_TIME")
 
@@ -396,7 +388,7 @@ def test_a_plan_is_adapted_to_the_defaults_of_a_workload(monkeypatch: pytest.Mon
 def test_another_keras_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     with pytest.raises(UsageError, match="KERAS_BACKEND='jax'"):
-        apply_plan(one_setting("KERAS_BACKEND", "tensorflow"))
+        devices.apply_plan(one_setting("KERAS_BACKEND", "tensorflow"))
 
 
 def test_only_own_cores_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,28 +396,28 @@ def test_only_own_cores_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append(cores))
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     settings = one_setting("KERAS_BACKEND", "tensorflow")
-    apply_plan(settings)
+    devices.apply_plan(settings)
     assert pinned == []
     shared = plan_devices(local_world(1, 2), machine(5), os.environ)
     for item in shared.settings:
         monkeypatch.setenv(item.name, item.value)
-    apply_plan(shared)
+    devices.apply_plan(shared)
     assert pinned == [(2, 3, 4)]
 
 
 def test_ranks_take_gpus_by_their_local_rank_unless_they_see_one_alone() -> None:
-    assert [choose_gpu(local_world(rank, 4), 1) for rank in range(4)] == [0, 0, 0, 0]
-    assert [choose_gpu(local_world(rank, 3), 4) for rank in range(3)] == [0, 1, 2]
+    assert [devices.choose_gpu(local_world(rank, 4), 1) for rank in range(4)] == [0, 0, 0, 0]
+    assert [devices.choose_gpu(local_world(rank, 3), 4) for rank in range(3)] == [0, 1, 2]
 
 
 def test_more_ranks_than_gpus_is_an_error() -> None:
     with pytest.raises(UsageError, match="shows 2 GPUs to 3 ranks"):
-        choose_gpu(local_world(2, 3), 2)
+        devices.choose_gpu(local_world(2, 3), 2)
 
 
 def test_ranks_share_gpus_if_nccl_is_allowed_to() -> None:
-    assert [choose_gpu(local_world(rank, 3), 2, can_share=True) for rank in range(3)] == [0, 1, 0]
-    assert [can_share_gpus({SHARED_GPUS: value}) for value in ("1", "0", "")] == [True, False, False]
+    assert [devices.choose_gpu(local_world(rank, 3), 2, can_share=True) for rank in range(3)] == [0, 1, 0]
+    assert [devices.can_share_gpus({devices.SHARED_GPUS: value}) for value in ("1", "0", "")] == [True, False, False]
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -516,7 +508,7 @@ def test_a_device_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tf.config, "list_logical_devices", fail)
     with pytest.raises(RingtrainError, match=r"^GPU 0 on a cannot be used: cudaSetDevice.*nvidia-smi") as caught:
-        open_device("GPU 0", local_world(0, 1))
+        devices.open_device("GPU 0", local_world(0, 1))
     assert caught.value.exit_code == 1
 
 

@@ -61,12 +61,8 @@ def test_ranks_hear_each_other_and_when_one_is_gone(center: tuple[Star, int]) ->
 @pytest.mark.parametrize(
     "sent",
     [
-        b"\n",
-        b"hello\n",
-        b"[1]\n",
-        b"[" * 4000 + b"\n",
-        b'{"rank": 1, "proof": "x"}\n',
-        b'{"rank": 0, "proof": "x"}\n',
+        *[b"\n", b"hello\n", b"[1]\n", b"[" * 4000 + b"\n"],
+        *[b'{"rank": 1, "proof": "x"}\n', b'{"rank": 0, "proof": "x"}\n'],
         b"x" * (MAX_LINE_BYTES + 1),
     ],
 )

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 from ringtrain.cli import main
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.files.atomic import replace_text, replacing
+from ringtrain.files.bounded import make_directory
 from ringtrain.report import write_report
 from ringtrain.report.event_files import list_event_files, read_images
 from ringtrain.run import lease
@@ -19,6 +21,7 @@ from ringtrain.run.checkpoint import MANIFEST_FILE, digest_of, read_checkpoint
 from ringtrain.run.directory import REPORT_FILE, append_event
 from ringtrain.run.resume import open_run
 from ringtrain.run.store import step_name
+from ringtrain.training.summaries import EventFiles, forget_after
 from tests.faults.test_fuzz import make_run
 from tests.unit.checkpoints import read_tree
 
@@ -137,8 +140,6 @@ def test_the_end_of_a_run_is_not_appended_through_a_link(tmp_path: Path) -> None
 
 
 def write_events(directory: Path, steps: range) -> None:
-    import tensorflow as tf
-
     with tf.summary.create_file_writer(str(directory)).as_default() as writer:
         for step in steps:
             tf.summary.scalar("train/loss", 1.0, step=step)
@@ -146,8 +147,6 @@ def write_events(directory: Path, steps: range) -> None:
 
 
 def steps_of(directory: Path) -> list[int]:
-    import tensorflow as tf
-
     paths = [str(path) for path in sorted(directory.glob("*tfevents*")) if path.is_file() and not path.is_symlink()]
     events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(paths)]
     return [event.step for event in events if event.step]
@@ -190,8 +189,6 @@ def test_variables_that_no_memory_holds_are_refused(run: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_event_files_without_end_are_passed_over(tmp_path: Path) -> None:
-    from ringtrain.training.summaries import EventFiles
-
     directory = tmp_path / "tensorboard"
     write_events(directory, range(1, 7))
     sparse = [directory / "e.tfevents.sparse", directory / "f.tfevents.long"]
@@ -217,8 +214,6 @@ ODD_KINDS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.timeout(60)
 def test_an_incomplete_event_file_is_removed_and_never_read(tmp_path: Path) -> None:
-    from ringtrain.training.summaries import forget_after  # here: it loads TensorFlow
-
     unfinished = tmp_path / ".writing-0123-events.out.tfevents.1.vm"
     unfinished.write_bytes(b"cut off")
     assert list_event_files(tmp_path) == []
@@ -228,8 +223,6 @@ def test_an_incomplete_event_file_is_removed_and_never_read(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ODD_KINDS)
 def test_odd_event_files_are_refused_by_name(kind: str, run: Path, tmp_path: Path) -> None:
-    from ringtrain.training.summaries import EventFiles
-
     write_events(tmp_path / "made", range(1, 7))
     [made] = (tmp_path / "made").iterdir()
     elsewhere = made.rename(tmp_path / "elsewhere")
@@ -246,8 +239,6 @@ def test_odd_event_files_are_refused_by_name(kind: str, run: Path, tmp_path: Pat
 
 
 def test_a_batch_that_is_kept_and_a_profile_go_through_no_link(run: Path, tmp_path: Path) -> None:
-    from ringtrain.files.bounded import make_directory
-
     (tmp_path / "elsewhere").mkdir()
     (run / "nonfinite").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="is a link, which is not followed"):

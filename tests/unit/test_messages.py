@@ -20,23 +20,16 @@ Message = tuple[str, list[tuple[Any, str]]]
 class Recording(Solo):
     """One process, whose messages are noted while they are traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, **facts: bool) -> None:
         super().__init__(ALONE)
-        object.__setattr__(self, "sent", [])
+        for name, value in {"sent": [], **facts}.items():
+            object.__setattr__(self, name, value)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         self.sent.append((name, [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors]))
         return list(tensors)
 
     sent: list[Message]
-
-
-class RecordingAtOnce(Recording):
-    """One whose messages leave at once, of any size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "overlaps_compute", False)
 
 
 @tf.custom_gradient
@@ -73,17 +66,17 @@ LARGE = ONE_MESSAGE_BYTES // 8 // NUM_FEATURES + 1  # units of float64 with whic
 
 
 @pytest.mark.parametrize(
-    ("layer", "units", "recording", "names"),
+    ("layer", "units", "facts", "names"),
     [
-        (keras.layers.Dense, 4, Recording, ["gradients/0"]),
-        (keras.layers.Dense, LARGE, Recording, ["control", "gradients/0", "gradients/1"]),
-        (OwnGradient, LARGE, Recording, ["control", "gradients/0", "gradients/1"]),
-        (OwnGradient, LARGE, RecordingAtOnce, ["gradients/0"]),
+        (keras.layers.Dense, 4, {}, ["gradients/0"]),
+        (keras.layers.Dense, LARGE, {}, ["control", "gradients/0", "gradients/1"]),
+        (OwnGradient, LARGE, {}, ["control", "gradients/0", "gradients/1"]),
+        (OwnGradient, LARGE, {"overlaps_compute": False}, ["gradients/0"]),  # of any size, at once
     ],
 )
 def test_a_rank_without_samples_sends_the_same_messages(
-    layer: Any, units: int, recording: type[Recording], names: list[str]
+    layer: Any, units: int, facts: dict[str, bool], names: list[str]
 ) -> None:
-    with_samples, without = messages(layer, units, recording())
+    with_samples, without = messages(layer, units, Recording(**facts))
     assert with_samples == without
     assert sorted(name for name, _ in with_samples) == names

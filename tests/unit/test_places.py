@@ -5,18 +5,9 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from ringtrain.data import tf_data
 from ringtrain.data.sources import Feed
-from ringtrain.data.tf_data import (
-    EVERY_STEPS,
-    MAX_STATE_BYTES,
-    MOST_READ_AHEAD,
-    NO_STATE,
-    NUM_KEPT,
-    IteratorState,
-    IteratorStates,
-    buffered_bytes,
-    count_ahead,
-)
+from ringtrain.data.tf_data import EVERY_STEPS, NO_STATE, IteratorState, IteratorStates, buffered_bytes
 
 LONG_PASS = 10 * EVERY_STEPS
 
@@ -39,7 +30,7 @@ def test_only_the_newest_states_before_a_step_are_kept() -> None:
         places.note(step)
     assert places.before(4 * EVERY_STEPS - 1) == (3 * EVERY_STEPS, b"\x04")
     assert places.before(4 * EVERY_STEPS) == (4 * EVERY_STEPS, b"\x05")
-    assert places.before((5 - NUM_KEPT) * EVERY_STEPS - 1) == NO_STATE
+    assert places.before((5 - tf_data.NUM_KEPT) * EVERY_STEPS - 1) == NO_STATE
 
 
 def test_a_pass_has_a_state_at_its_start() -> None:
@@ -60,16 +51,16 @@ def test_the_first_pass_has_no_state_near_its_end() -> None:
 
 
 def test_a_state_that_is_too_long_is_dropped_and_not_retried() -> None:
-    places = places_of(iter([b"short", bytes(MAX_STATE_BYTES // 2 + 1)]))
+    places = places_of(iter([b"short", bytes(tf_data.MAX_STATE_BYTES // 2 + 1)]))
     for step in range(3 * EVERY_STEPS):
         places.note(step)
     assert places.before(3 * EVERY_STEPS) == NO_STATE
 
 
 def test_only_rank_0_keeps_the_states_of_a_shared_pipeline() -> None:
-    for rank, expected in ((0, (0, bytes(MAX_STATE_BYTES))), (1, NO_STATE)):
+    for rank, expected in ((0, (0, bytes(tf_data.MAX_STATE_BYTES))), (1, NO_STATE)):
         begin = (0, b"of the checkpoint") if rank else NO_STATE
-        places = places_of(iter([bytes(MAX_STATE_BYTES)]), begin=begin, rank=rank, is_shared=True)
+        places = places_of(iter([bytes(tf_data.MAX_STATE_BYTES)]), begin=begin, rank=rank, is_shared=True)
         places.note(0)
         assert places.are_kept, "alike on all ranks, which say theirs at one place"
         assert places.before(1) == expected
@@ -114,6 +105,6 @@ def test_the_elements_read_ahead_of_a_pipeline_are_counted() -> None:
     options = tf.data.Options()
     options.autotune.enabled = False
     samples = tf.data.Dataset.range(9).shuffle(5).map(lambda x: x, num_parallel_calls=2).prefetch(3)
-    assert count_ahead(samples.with_options(options)) == 5
-    assert count_ahead(samples) == 5 + MOST_READ_AHEAD
-    assert count_ahead(samples.prefetch(-1).with_options(options)) == 5 + MOST_READ_AHEAD
+    assert tf_data.count_ahead(samples.with_options(options)) == 5
+    assert tf_data.count_ahead(samples) == 5 + tf_data.MOST_READ_AHEAD
+    assert tf_data.count_ahead(samples.prefetch(-1).with_options(options)) == 5 + tf_data.MOST_READ_AHEAD

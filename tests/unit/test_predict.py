@@ -19,7 +19,6 @@ from ringtrain.report.forecasts import read_forecast
 from ringtrain.report.reading import read_run
 
 ROOT = Path(__file__).parents[2]
-MEBIBYTE = 2**20
 WORK = Work(step_sec=0.1, shapes=uniform(25_000_000), batch_size=64)
 FLAGS = ["--step_sec", "0.1", "--batch_size", "64", "--parameters", "25000000"]
 

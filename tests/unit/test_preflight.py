@@ -11,16 +11,8 @@ import tensorflow as tf
 
 from ringtrain.config import Config, OptimizerConfig
 from ringtrain.data.sources import from_arrays
-from ringtrain.guard.preflight import (
-    MAX_VALUE_LENGTH,
-    describe_difference,
-    describe_package,
-    describe_source,
-    describe_start,
-    digest,
-    find_differing,
-    summarize,
-)
+from ringtrain.guard import preflight
+from ringtrain.guard.preflight import describe_difference, describe_source, digest, find_differing, summarize
 from ringtrain.messages.ranks import group_ranks, name_ranks
 
 NODES = ["node3", "node3", "node7", "node7"]
@@ -46,7 +38,7 @@ def test_a_fact_that_a_rank_does_not_have_is_a_difference() -> None:
 
 def test_long_values_are_cut() -> None:
     line = describe_difference("a", ["x" * 1000, "y"], NODES[:2])
-    assert "x" * MAX_VALUE_LENGTH + "..." in line
+    assert "x" * preflight.MAX_VALUE_LENGTH + "..." in line
     assert len(line) < 300
 
 
@@ -83,7 +75,7 @@ def test_a_list_travels_as_its_length_and_digest() -> None:
 
 
 def facts_of(config: Config, environ: dict[str, str] | None = None) -> dict[str, Any]:
-    return describe_start(config, environ or {})
+    return preflight.describe_start(config, environ or {})
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -134,7 +126,7 @@ def test_the_device_is_cores_or_a_gpu_s_compute_capability(monkeypatch: pytest.M
 
 
 def test_this_package_s_files_are_compared_by_digest() -> None:
-    files = [entry.split()[0] for entry in describe_package()["ringtrain file"]]
+    files = [entry.split()[0] for entry in preflight.describe_package()["ringtrain file"]]
     assert {"training/loop.py", "workloads/digits.py"} <= set(files)
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ringtrain.guard import replicas
 from ringtrain.guard.replicas import WORDS_PER_BLOCK, describe_drift, hash_bits
 
 TYPES = ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "bool"]
@@ -60,8 +61,6 @@ def test_the_hash_is_of_bits_not_of_values() -> None:
 
 
 def test_the_hash_is_that_of_the_definition() -> None:
-    from ringtrain.guard import replicas
-
     values = np.random.default_rng(1).integers(0, 2**32, WORDS_PER_BLOCK + 3, dtype=np.uint32)
     factors = [int(factor) for factor in replicas._FACTORS]
     assert all(factor % 2 for factor in factors)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from ringtrain.errors import UsageError
+from ringtrain.run import directory
 from ringtrain.run.directory import (
     CONFIG_FILE,
-    MAX_METRICS_BYTES,
     METRICS_FILE,
     RunDirectory,
-    RunDirectoryError,
     append_event,
     create_run_directory,
     read_config,
@@ -342,8 +341,8 @@ def test_no_end_is_written_without_a_run(tmp_path: Path) -> None:
 
 def test_a_log_too_large_to_resume_gives_a_remedy(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    os.truncate(tmp_path / METRICS_FILE, MAX_METRICS_BYTES + 1)
+    os.truncate(tmp_path / METRICS_FILE, directory.MAX_METRICS_BYTES + 1)
     words = r"'metrics.jsonl' has more than 4,294,967,296 bytes\. Move that file out of it, and start the same command"
-    with pytest.raises(RunDirectoryError, match=words):
+    with pytest.raises(directory.RunDirectoryError, match=words):
         run.forget_after(0)
     run.close()

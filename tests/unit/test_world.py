@@ -1,34 +1,19 @@
 """Who a process is, from each launcher's own variables."""
 
+import socket
+
 import pytest
 
 from ringtrain.errors import UsageError
 from ringtrain.runtime.world import World, read_world
 
-GLOO = {
-    "HOROVOD_CONTROLLER": "gloo",
-    "HOROVOD_RANK": "3",
-    "HOROVOD_SIZE": "4",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "2",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
+PLACE = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+GLOO = {"HOROVOD_CONTROLLER": "gloo", **{f"HOROVOD_{name}": value for name, value in PLACE.items()}}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in PLACE.items()}
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 # srun --mpi=pmix and --mpi=pmi2 alike; pmi2 sets PMI_RANK as well
-SRUN = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-}
+SRUN = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+SRUN |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
 LAUNCHERS = {
     "horovodrun --gloo": GLOO,
     "mpirun (Open MPI)": OPEN_MPI,
@@ -61,8 +46,6 @@ def test_without_a_launcher_a_process_is_alone(what: str) -> None:
 
 
 def test_the_node_is_this_host_by_default() -> None:
-    import socket
-
     assert read_world({}).node == socket.gethostname()
 
 

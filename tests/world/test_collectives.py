@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 from unittest import mock
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -458,8 +459,6 @@ def test_merged_rows_are_the_same_gradient(collective: Collective) -> None:
 
 @on_ranks(1, 2, 3, GLOO, BY_MPI)
 def test_first_values_reach_every_variable_of_every_type(collective: Collective) -> None:
-    import keras
-
     def create(rank: int) -> list[keras.Variable]:
         specs = [((3, 2), "float32"), ((), "int64"), ((4,), "float64"), ((0, 2), "float32"), ((1,), "int32")]
         return [keras.Variable(values_of_rank(rank, shape, dtype), dtype=dtype) for shape, dtype in specs]

@@ -51,14 +51,8 @@ class Busy(Small):
 
 def create(collective: Collective, workload: Small, **settings: Any) -> Job:
     optimizer = OptimizerConfig(name="adam", lr=0.01, ema=settings.pop("ema", 0.0))
-    values = {
-        "global_batch_size": 16,
-        "steps": STEPS,
-        "check_replicas_every": EVERY,
-        "checkpoint_every": 0,
-        "eval_every_epochs": 0,
-        **settings,
-    }
+    values: dict[str, Any] = {"global_batch_size": 16, "steps": STEPS, "check_replicas_every": EVERY}
+    values |= {"checkpoint_every": 0, "eval_every_epochs": 0, **settings}
     job = create_job(workload, Config(optimizer=optimizer, **values), collective, num_threads=1)
     broadcast_variables(job.step.variables, collective)
     return job

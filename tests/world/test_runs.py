@@ -5,8 +5,8 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,18 +182,9 @@ def test_shared_cores_are_unpinned_and_a_terminal_shows_progress(
 
 
 def test_of_runs_that_start_together_one_has_the_directory(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
-    finished: list[Finished] = []
-
-    def start() -> None:
-        arguments = ["--workload", f"{WORKLOADS}:Line", "--steps", "1"]
-        env = {"PYTHONPATH": str(REPOSITORY)}
-        finished.append(run_ringtrain(arguments, env=env, cwd=tmp_path))
-
-    threads = [threading.Thread(target=start) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    arguments, env = ["--workload", f"{WORKLOADS}:Line", "--steps", "1"], {"PYTHONPATH": str(REPOSITORY)}
+    with ThreadPoolExecutor(2) as threads:
+        finished = list(threads.map(lambda _: run_ringtrain(arguments, env=env, cwd=tmp_path), range(2)))
     trained, refused = sorted(finished, key=lambda item: "done" not in item.stdout)
     assert trained.rc == 0
     # The other came while the first was training, or after it had ended.

@@ -11,18 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm import controller
-from launch.slurm.after import (
-    Ended,
-    FailedRank,
-    JobState,
-    conclude,
-    count_restarts,
-    find_failed_rank,
-    read_failures,
-    read_state,
-    why_not_again,
-)
+from launch.slurm import after, controller
+from launch.slurm.after import Ended, FailedRank, JobState, read_failures
 from launch.slurm.cli import main
 from ringtrain.errors import UsageError
 from ringtrain.runtime.run_record import EndRecord, StartRecord
@@ -126,8 +116,8 @@ DECISIONS = [
 def test_the_end_of_a_start_decides_on_restart_and_exit_code(
     start: Ended, restarts: bool, exit_code: int, words: list[str]
 ) -> None:
-    assert (why_not_again(start) is None, start.exit_code) == (restarts, exit_code)
-    message = conclude(start)
+    assert (after.why_not_again(start) is None, start.exit_code) == (restarts, exit_code)
+    message = after.conclude(start)
     for text in words:
         assert text in message
     assert "\n" not in message
@@ -162,11 +152,11 @@ def describe(state: str, reason: str = "None", restarts: int = 0, name: str = "a
     ],
 )
 def test_a_job_s_state_is_read_from_scontrol(description: str, state: JobState | None) -> None:
-    assert read_state(description, restarts=0) is state
+    assert after.read_state(description, restarts=0) is state
 
 
 def test_a_job_that_was_requeued_before_counts_as_running() -> None:
-    assert read_state(describe("RUNNING", restarts=3), restarts=3) is None
+    assert after.read_state(describe("RUNNING", restarts=3), restarts=3) is None
 
 
 # As Slurm 22.05 and Open MPI 4.1 print it.
@@ -184,11 +174,11 @@ MPIRUN = "mpirun noticed that process rank 1 with PID 0 on node n2 exited on sig
 
 
 def test_the_first_failed_rank_since_the_last_start_is_found() -> None:
-    assert find_failed_rank(OUTPUT) == KILLED
-    assert find_failed_rank(OUTPUT.partition("launch: job 7, restart 1")[0]) == LEFT
-    assert find_failed_rank(OUTPUT.partition("ringtrain")[0]) is None
-    assert find_failed_rank(MPIRUN) == FailedRank("rank 1", "n2", "signal 9 (Killed)")
-    assert find_failed_rank("srun: error: n2: tasks 0-1,3: Exited with exit code 2\n") == FailedRank(
+    assert after.find_failed_rank(OUTPUT) == KILLED
+    assert after.find_failed_rank(OUTPUT.partition("launch: job 7, restart 1")[0]) == LEFT
+    assert after.find_failed_rank(OUTPUT.partition("ringtrain")[0]) is None
+    assert after.find_failed_rank(MPIRUN) == FailedRank("rank 1", "n2", "signal 9 (Killed)")
+    assert after.find_failed_rank("srun: error: n2: tasks 0-1,3: Exited with exit code 2\n") == FailedRank(
         "tasks 0-1,3", "n2", "Exited with exit code 2"
     )
 
@@ -196,15 +186,10 @@ def test_the_first_failed_rank_since_the_last_start_is_found() -> None:
 @pytest.mark.parametrize(
     ("how", "was_told"),
     [
-        ("Exited with exit code 75", True),
-        ("Exited with exit code 175", False),
-        ("Exited with exit code 1", False),
-        ("Terminated", True),
+        *((how, True) for how in ("Exited with exit code 75", "Terminated", "signal 15 (Terminated)")),
         ("User defined signal 1", True),
-        ("Killed", False),
+        *((how, False) for how in ("Exited with exit code 175", "Exited with exit code 1", "Killed", "Out Of Memory")),
         ("Segmentation fault (core dumped)", False),
-        ("signal 15 (Terminated)", True),
-        ("Out Of Memory", False),
     ],
 )
 def test_ranks_signalled_to_stop_do_not_count_as_failed(how: str, was_told: bool) -> None:
@@ -212,8 +197,8 @@ def test_ranks_signalled_to_stop_do_not_count_as_failed(how: str, was_told: bool
 
 
 def test_restarts_count_under_all_numbers_of_a_job() -> None:
-    assert count_restarts({}) == 0
-    assert count_restarts({"SLURM_RESTART_COUNT": "2", "RINGTRAIN_LAUNCH_RESTARTS": "3"}) == 5
+    assert after.count_restarts({}) == 0
+    assert after.count_restarts({"SLURM_RESTART_COUNT": "2", "RINGTRAIN_LAUNCH_RESTARTS": "3"}) == 5
 
 
 # --- Acting, on programs that write down how they were called ---

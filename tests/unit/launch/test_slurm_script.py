@@ -154,20 +154,9 @@ def read_directives(text: str) -> list[str]:
 def test_sbatch_gets_the_requested_options() -> None:
     request = job(job_name="a b", time="2-00:00:00", partition="p", account="a", qos="q", constraint="x&y", mem="1G")
     assert read_directives(render(request)) == [
-        "--job-name=a b",
-        "--output=%x-%j.out",
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=1",
-        "--mem=1G",
-        "--time=2-00:00:00",
-        "--partition=p",
-        "--account=a",
-        "--qos=q",
-        "--constraint=x&y",
-        "--signal=USR1@120",
-        "--requeue",
-        "--open-mode=append",
+        *["--job-name=a b", "--output=%x-%j.out", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=1G"],
+        *["--time=2-00:00:00", "--partition=p", "--account=a", "--qos=q", "--constraint=x&y", "--signal=USR1@120"],
+        *["--requeue", "--open-mode=append"],
     ]
     assert "--gpus-per-node=8" in read_directives(render(JobRequest(nodes=1, gpus_per_node=8)))
     assert "gpus-per-task=" not in render(JobRequest(nodes=1, gpus_per_node=8))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import UsageError
-from ringtrain.guard.code import package_version
+from ringtrain.guard.preflight import package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tensorflow", "keras", "horovod", "mpi4py", "numpy")

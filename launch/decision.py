@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringtrain.errors import EXIT_CODES, HangError, PreemptedError
-from ringtrain.guard.lost import LostRanksError
+from ringtrain.guard.causes import LostRanksError
 from ringtrain.runtime.run_record import EndRecord
 
 from .family import name_signal

@@ -21,8 +21,7 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import prepare
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
-from ringtrain.guard.lost import explaining_lost_ranks
-from ringtrain.guard.memory import explaining_memory
+from ringtrain.guard.causes import explaining_lost_ranks, explaining_memory
 from ringtrain.messages.rules import at_least
 from ringtrain.predict.cluster import fit_link
 from ringtrain.runtime.world import World

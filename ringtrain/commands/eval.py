@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import RunOptions, prepare, read_settings
 from ringtrain.errors import UsageError
-from ringtrain.guard.lost import explaining_lost_ranks
-from ringtrain.guard.memory import explaining_memory
+from ringtrain.guard.causes import explaining_lost_ranks, explaining_memory
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.world import World
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str], world: World) -> int:
     prepared = prepare(explicit, world)
     from ringtrain.collectives import run_on_rank0
     from ringtrain.run.checkpoint import read_checkpoint
-    from ringtrain.run.identity import require_own
+    from ringtrain.run.directory import require_own
     from ringtrain.run.store import find_checkpoint
     from ringtrain.terminal.console import open_console
     from ringtrain.training.job import create_job

@@ -19,8 +19,7 @@ from ringtrain.commands.preparing import RunOptions, prepare, read_settings, ref
 from ringtrain.errors import UsageError
 from ringtrain.messages.escaping import escape
 from ringtrain.messages.rules import printable
-from ringtrain.run.directory import refuse_taken, require_writable
-from ringtrain.run.identity import require_own
+from ringtrain.run.directory import refuse_taken, require_own, require_writable
 from ringtrain.run.store import BEST, find_checkpoint
 from ringtrain.runtime.world import World
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.augment import sample_keys
-from ringtrain.data.graph_code import graph_code
+from ringtrain.data.augment import graph_code, sample_keys
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.sources import FallibleSource, Source
 from ringtrain.errors import RingtrainError, UsageError

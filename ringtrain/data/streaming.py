@@ -13,8 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
-from ringtrain.data.augment import sample_keys
-from ringtrain.data.graph_code import graph_code
+from ringtrain.data.augment import graph_code, sample_keys
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import (
     Augment,

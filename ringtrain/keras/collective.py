@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.runtime.devices import is_on
 from ringtrain.runtime.world import World
 
+log = logging.getLogger("ringtrain")
 STALL_SECONDS = 60.0  # as in Horovod's stall check
 BACKENDS = ("auto", "horovod")
 _all_ranks: Collective | None = None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -29,14 +28,13 @@ from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
 
 from ringtrain.errors import RingtrainError, UsageError
-from ringtrain.guard.lost import SIGNS
-from ringtrain.keras.collective import broadcast_variables
+from ringtrain.guard import causes
+from ringtrain.keras.collective import broadcast_variables, log
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.messages.defects import describe_defect
 
-log = logging.getLogger("ringtrain")
 # In an error of a failed sum: the operation, or a library below Horovod.
-LOST_SIGNS = (*SIGNS, "Horovod", "gloo/", "NCCL")
+LOST_SIGNS = (*causes.LOST_SIGNS, "Horovod", "gloo/", "NCCL")
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

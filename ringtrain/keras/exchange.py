@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,14 +14,12 @@ import tensorflow as tf
 from ringtrain.collectives.differentiable import prevent_constant_folding, unique_name
 from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
 from ringtrain.errors import UsageError
-from ringtrain.keras.collective import ProcessSetCollective, all_ranks, is_elastic, require_init
-from ringtrain.keras.step_sums import Gradients, StepSums, Sum, outermost_graph, zeros_like_gradient
-from ringtrain.keras.votes import Votes
+from ringtrain.keras.collective import ProcessSetCollective, all_ranks, is_elastic, log, require_init
+from ringtrain.keras.step_sums import Gradients, StepSums, Sum, Votes, outermost_graph, zeros_like_gradient
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.train_step import python_operations
 from ringtrain.training.creation import describe_python
 
-log = logging.getLogger("ringtrain")
 COMPRESSIONS: dict[Any, Compression] = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
 

@@ -33,7 +33,7 @@ from ringtrain.keras.rank_state import (
     set_counts,
     set_own,
 )
-from ringtrain.keras.votes import Votes
+from ringtrain.keras.step_sums import Votes
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights

@@ -16,7 +16,7 @@ import keras
 from ringtrain.collectives import all_gather_object
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.errors import DivergedError, PreemptedError, ReplicasDifferError, RingtrainError, UsageError
-from ringtrain.guard.lost import explaining_lost_ranks
+from ringtrain.guard.causes import explaining_lost_ranks
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
 from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any, Literal
 
@@ -15,13 +14,12 @@ from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.guard.failing import show_once
 from ringtrain.keras import hooks
-from ringtrain.keras.collective import choose_backend, is_elastic, note_cores, wants_native_sums
+from ringtrain.keras.collective import choose_backend, is_elastic, log, note_cores, wants_native_sums
 from ringtrain.runtime.devices import Needs, describe_cores, start_tensorflow
 from ringtrain.runtime.shutdown import allow, watch_end
 from ringtrain.runtime.world import GLOO_LAUNCHER, World, read_world
 from ringtrain.training.joining import take_devices
 
-log = logging.getLogger("ringtrain")
 _has_begun = False  # init() has started Horovod; with MPI only possible once
 
 

@@ -9,6 +9,9 @@ import itertools
 import json
 import math
 import os
+import re
+import secrets
+import socket
 import tempfile
 import threading
 import time
@@ -27,10 +30,11 @@ from ringtrain.files.bounded import (
     open_regular,
     parse_json,
     read_bounded,
+    read_small,
     require_at_most,
     require_plain,
 )
-from ringtrain.run.identity import IDENTITY_FILE, read_identity
+from ringtrain.run.checkpoint import read_facts
 
 METRICS_FILE = "metrics.jsonl"
 FIT_OF = "fit of "  # prefix of a callbacks.Run's workload, before the script's name
@@ -322,3 +326,46 @@ def _interruption_after(event: Mapping[str, Any], before: float | None) -> float
 def _line_of(event: str, values: Mapping[str, Any]) -> str:
     odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return json.dumps({"event": event, **values, **odd, "time": round(time.time(), 3)}) + "\n"
+
+
+IDENTITY_FILE = "run.json"
+RULES = {
+    "id": r"[0-9a-f]{16}",
+    "started": r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ",
+    "host": r"[\w.-]{1,255}",
+    "seed": r"-?\d{1,30}",
+}
+
+
+def draw_identity(seed: int) -> dict[str, Any]:
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:255] or "_"
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"id": secrets.token_hex(8), "started": started, "host": host, "seed": seed}
+
+
+def as_identity(value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, dict) or value.keys() != RULES.keys():
+        return None
+    is_one = all(re.fullmatch(rule, str(value[name]), re.ASCII) for name, rule in RULES.items())
+    return dict(value) if is_one else None
+
+
+def read_identity(run: Path) -> dict[str, Any] | None:
+    return as_identity(read_small(run / IDENTITY_FILE))
+
+
+def require_own(run: Path, path: Path) -> Path:
+    own, theirs = read_identity(run), as_identity(read_facts(path).get("identity"))
+    if own and theirs and own["id"] != theirs["id"]:
+        raise UsageError(
+            f"the checkpoint {str(path)!r} is of {describe_identity(theirs)}, and {str(run)!r} is that of "
+            f"{describe_identity(own)}. Put it back into the directory of its run, and name that."
+        )
+    return path
+
+
+def describe_identity(identity: Mapping[str, Any] | None) -> str:
+    """For example ``run 1f3a9c2e (seed 3, started 2026-11-23T20:11:02Z on node7)``."""
+    if identity is None:
+        return "a run without identity, of an older ringtrain"
+    return f"run {identity['id'][:8]} (seed {identity['seed']}, started {identity['started']} on {identity['host']})"

@@ -20,13 +20,16 @@ from ringtrain.run.directory import (
     FIT_OF,
     METRICS_FILE,
     RunDirectory,
+    as_identity,
     create_run_directory,
+    describe_identity,
+    draw_identity,
     find_events,
     read_config,
+    read_identity,
     refuse_other_kinds,
     require_writable,
 )
-from ringtrain.run.identity import as_identity, describe_identity, draw_identity, read_identity
 from ringtrain.run.lease import acquire_lease
 from ringtrain.run.store import find_newest, remove_unfinished, set_aside, step_name
 

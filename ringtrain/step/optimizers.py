@@ -1,4 +1,4 @@
-"""Fused updates of Keras' most used optimizers, and optimizers for large batches.
+"""Fused updates of Keras' most used optimizers, and optimizers for large batches, and moving averages of weights.
 
 Keras' updates pass over memory several times: slow for layers larger than a cache.
 """
@@ -6,7 +6,7 @@ Keras' updates pass over memory several times: slow for layers larger than a cac
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -208,3 +208,26 @@ OWN: dict[str, Any] = {
 def only_reads_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """False if an optimizer variable may alias a gradient."""
     return type(optimizer) in OWN.values()
+
+
+class WeightAverages:
+    """Moving average of each trainable variable; none if ``decay`` is 0."""
+
+    def __init__(self, weights: Sequence[keras.Variable], *, decay: float) -> None:
+        self._decay = decay
+        self._weights = list(weights) if decay else []
+        self.variables = [
+            keras.Variable(tf.convert_to_tensor(v.value), trainable=False, dtype=v.dtype, name="average")
+            for v in self._weights
+        ]
+
+    @property
+    def pairs(self) -> list[tuple[keras.Variable, keras.Variable]]:
+        return list(zip(self._weights, self.variables, strict=True))
+
+    def update(self, num_updates: tf.Tensor) -> None:
+        """Use decay min(decay, (1 + t) / (10 + t)), as TensorFlow's ``ExponentialMovingAverage``."""
+        for weight, average in self.pairs:
+            updates = tf.cast(num_updates, average.dtype)
+            decay = tf.minimum(tf.cast(self._decay, average.dtype), (1 + updates) / (10 + updates))
+            average.assign(average.value - (1 - decay) * (average.value - weight.value))

@@ -21,10 +21,10 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
-from ringtrain.step.averages import WeightAverages
 from ringtrain.step.compiled import MAX_NAMED
 from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure
 from ringtrain.step.loss_scale import LossScale
+from ringtrain.step.optimizers import WeightAverages
 from ringtrain.step.report import (
     CONTROL_SUMS,
     NUM_EXTRA_SCALARS,

@@ -12,8 +12,7 @@ import fsspec
 from ringtrain.errors import DataError
 from ringtrain.files.bounded import open_regular
 from ringtrain.run.checkpoint import MANIFEST_FILE, VARIABLES_FILE
-from ringtrain.run.directory import CONFIG_FILE, METRICS_FILE, REPORT_FILE
-from ringtrain.run.identity import IDENTITY_FILE
+from ringtrain.run.directory import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, REPORT_FILE
 
 CHUNK_BYTES = 16 * 2**20
 

@@ -27,8 +27,8 @@ from ringtrain.run.directory import (
     find_events,
     parse_event,
     read_config,
+    read_identity,
 )
-from ringtrain.run.identity import read_identity
 from ringtrain.tracking.base import Row, TrackedRun, Tracker, create_tracker, hide_secrets
 
 KINDS = ("train", "eval")

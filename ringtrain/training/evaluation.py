@@ -21,7 +21,7 @@ from ringtrain.guard.labels import find_labels
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.world import World
-from ringtrain.step.averages import WeightAverages
+from ringtrain.step.optimizers import WeightAverages
 from ringtrain.step.train_step import trace
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, needs_every_rank, per_sample

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ringtrain.config import Config
 from ringtrain.errors import RingtrainError
+from ringtrain.guard.causes import LostRanksError
 from ringtrain.guard.failing import describe_same, is_raised_by_rank0
-from ringtrain.guard.lost import LostRanksError
 from ringtrain.messages.defects import describe_defect, format_defect
 from ringtrain.messages.escaping import escape, escape_block, escape_message
 from ringtrain.runtime import shutdown

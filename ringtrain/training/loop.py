@@ -14,9 +14,9 @@ from ringtrain.collectives import run_on_rank0
 from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import RingtrainError
+from ringtrain.guard.causes import explaining_lost_ranks
 from ringtrain.guard.contents import digest_contents, find_other_contents
 from ringtrain.guard.labels import CHECKED_STEPS
-from ringtrain.guard.lost import explaining_lost_ranks
 from ringtrain.run.directory import find_events
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase

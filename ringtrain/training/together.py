@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtrain.collectives import Collective, run_on_rank0
 from ringtrain.config import Config, trackers_of
-from ringtrain.guard.lost import explaining_lost_ranks
-from ringtrain.guard.memory import explaining_memory
+from ringtrain.guard.causes import explaining_lost_ranks, explaining_memory
 from ringtrain.messages.log import show_log
 from ringtrain.run.directory import REPORT_FILE
 from ringtrain.run.resume import OpenedRun, Start, open_run

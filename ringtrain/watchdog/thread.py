@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.errors import HangError, RingtrainError
-from ringtrain.guard.lost import note_lost
+from ringtrain.guard.causes import note_lost
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Note, Phase, limit_seconds

@@ -19,7 +19,7 @@ from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.data.tf_data import without_tuner
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras import collective as of_keras
-from ringtrain.keras import compiled, guards, same_samples
+from ringtrain.keras import guards, hooks
 from tests.keras.training import FEATURES, dataset, make_batches, make_model, split_batches, train
 from tests.world.group import on_ranks
 
@@ -122,7 +122,7 @@ def test_different_models_are_refused_before_the_first_step(collective: Collecti
 def test_different_learning_rates_at_start_give_a_warning(collective: Collective) -> None:
     """It may be meant so, as when one rank has loaded a saved model."""
     optimizer = DISTRIBUTE(keras.optimizers.SGD(0.1 + collective.world.rank))
-    with mock.patch.object(guards.log, "warning") as warning:
+    with mock.patch.object(of_keras.log, "warning") as warning:
         fit(make_model(), optimizer, make_batches(2), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     if collective.world.is_rank0:
         [call] = warning.call_args_list
@@ -375,8 +375,8 @@ def test_ranks_that_train_on_the_same_samples_are_named(collective: Collective) 
     model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dropout(0.5, seed=rank), *make_model().layers])
     model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse")
     for data, is_named in ((own, False), (batches[:1] * 10, False), (own if rank == 1 else batches, True)):
-        same_samples.warn_of_same.cache_clear()
-        with captured(same_samples.log) as lines:
+        guards.warn_of_same.cache_clear()
+        with captured(of_keras.log) as lines:
             model.fit(dataset(data), epochs=2, verbose=0, callbacks=[Evaluate()])
         said = [line for line in lines if "the very same data" in line]
         assert len(said) == (is_named and rank == 0), lines
@@ -387,8 +387,8 @@ def test_ranks_that_train_on_the_same_samples_are_named(collective: Collective) 
 def test_batches_of_any_type_and_size_are_noted() -> None:
     half = [tf.constant([1.0, 2.0], dtype) for dtype in (tf.float16, tf.bfloat16)]
     batch = (tf.zeros([0, 3]), *half, tf.zeros([2, 0], tf.complex64), tf.constant("text"))
-    assert same_samples._hash(batch) == same_samples._hash(batch)
-    assert same_samples._hash(batch) != same_samples._hash((*batch[:-1], tf.constant("texts")))
+    assert guards._hash(batch) == guards._hash(batch)
+    assert guards._hash(batch) != guards._hash((*batch[:-1], tf.constant("texts")))
 
 
 class Evaluate(keras.callbacks.Callback):
@@ -433,7 +433,7 @@ def test_the_first_batches_are_recorded_in_all_ways_of_training(collective: Coll
     options = {"run_eagerly": way == "eager", "steps_per_execution": 2 if way == "steps at once" else 1}
     model.compile(DISTRIBUTE(keras.optimizers.SGD()), "mse", **options)
     model.fit(**data.get(way, {"x": dataset(batches)}), epochs=2 if way == "steps at once" else 1, verbose=0)
-    first, second = all_gather_object(collective, same_samples.first_batches().hashes, name="hashes")
+    first, second = all_gather_object(collective, guards.first_batches().hashes, name="hashes")
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, True, True][: len(first)]
     assert len({*first}) == 3
 
@@ -447,7 +447,7 @@ class OwnStep(keras.Sequential):
 
 @on_ranks(2)
 def test_a_step_that_xla_cannot_compile_runs_and_warns_once(collective: Collective) -> None:
-    with captured(compiled.log) as mine:
+    with captured(of_keras.log) as mine:
         for _ in range(2):
             model, batches = OwnStep(make_model().layers), split_batches(make_batches(4))
             train("fit", model, DISTRIBUTE(keras.optimizers.SGD()), batches, jit_compile=True)
@@ -487,7 +487,7 @@ class InPython(keras.layers.Layer):
 @pytest.mark.slow
 @on_ranks(2)
 def test_an_operation_that_xla_has_not_is_named(collective: Collective) -> None:
-    with captured(compiled.log) as mine:
+    with captured(of_keras.log) as mine:
         model = keras.Sequential([keras.Input((FEATURES,)), InPython(), *make_model().layers])
         train("fit", model, DISTRIBUTE(keras.optimizers.SGD(0.1)), split_batches(make_batches(4)), jit_compile=True)
     lines = all_gather_object(collective, mine, name="lines")
@@ -500,8 +500,8 @@ def test_xla_compiles_all_of_a_step_but_its_sums_and_its_update(collective: Coll
     weights = []
     for jit_compile in (False, True):
         model, batches = make_model(), split_batches(make_batches(4))
-        plain = compiled.CompiledStep._compute
-        with mock.patch.object(compiled.CompiledStep, "_compute", autospec=True, side_effect=plain) as compute:
+        plain = hooks.CompiledStep._compute
+        with mock.patch.object(hooks.CompiledStep, "_compute", autospec=True, side_effect=plain) as compute:
             train("fit", model, DISTRIBUTE(keras.optimizers.Adam(0.1)), batches, jit_compile=jit_compile)
         assert bool(compute.call_count) == jit_compile
         weights.append(model.get_weights())

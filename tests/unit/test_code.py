@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringtrain.guard.code import describe_loaded_code
+from ringtrain.guard.preflight import describe_loaded_code
 from ringtrain.messages.defects import is_users_own
 
 Facts = dict[str, str | list[str]]

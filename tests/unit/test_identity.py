@@ -15,7 +15,7 @@ from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.messages.log import show_log
 from ringtrain.run.checkpoint import MANIFEST_FILE, digest_of
-from ringtrain.run.identity import (
+from ringtrain.run.directory import (
     IDENTITY_FILE,
     as_identity,
     describe_identity,

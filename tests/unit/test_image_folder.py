@@ -15,8 +15,7 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.data.formats import image_folder
-from ringtrain.data.formats.decoding import resize_middle
-from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder
+from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder, resize_middle
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
 from ringtrain.errors import DataError
 from tests.unit.images import in_pipeline

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from ringtrain.errors import LOST_RANK_SIGN, DataError
-from ringtrain.guard import lost
-from ringtrain.guard.lost import LostRanksError, explaining_lost_ranks, note_lost
+from ringtrain.guard import causes
+from ringtrain.guard.causes import LostRanksError, explaining_lost_ranks, note_lost
 
 OF_GLOO = "[third_party/compatible17_gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:8111"
 
@@ -33,8 +33,8 @@ def test_other_errors_pass_unchanged(error: Exception) -> None:
 
 
 def test_the_first_rank_whose_connection_has_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost, "_first_lost", "")
-    monkeypatch.setattr(lost, "_is_known", threading.Event())
+    monkeypatch.setattr(causes, "_first_lost", "")
+    monkeypatch.setattr(causes, "_is_known", threading.Event())
     for who in ("rank 1 on node7", "rank 2 on node8"):  # the second ends in the wake of the first
         note_lost(who)
     with (

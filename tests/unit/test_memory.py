@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from ringtrain.config import Config
 from ringtrain.errors import DataError
-from ringtrain.guard.memory import OutOfMemoryError, explain, explaining_memory
+from ringtrain.guard.causes import OutOfMemoryError, explain, explaining_memory
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 

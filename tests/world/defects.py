@@ -85,8 +85,8 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     from ringtrain.run import variables
     from ringtrain.step import local_gradients
     from ringtrain.step import train_step as step
-    from ringtrain.step.averages import WeightAverages
     from ringtrain.step.loss_scale import LossScale
+    from ringtrain.step.optimizers import WeightAverages
     from ringtrain.step.sharding import ShardedOptimizer
     from ringtrain.training import evaluation, job
     from ringtrain.workloads import values

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.data.graph_code import graph_code
+from ringtrain.data.augment import graph_code
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError
 

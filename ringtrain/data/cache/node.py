@@ -23,8 +23,8 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
+from ringtrain.data.augment import graph_code
 from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
-from ringtrain.data.graph_code import graph_code
 from ringtrain.data.pipeline import in_own_threads
 from ringtrain.data.sources import FallibleSource
 from ringtrain.errors import DataError

@@ -18,8 +18,15 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.formats import file_error
-from ringtrain.data.formats.decoding import decode_batch, decode_image, reason_of, resize_middle
-from ringtrain.data.formats.image_folder import EVALUATION_FOLDERS, TRAIN_FOLDER, Channels
+from ringtrain.data.formats.image_folder import (
+    EVALUATION_FOLDERS,
+    TRAIN_FOLDER,
+    Channels,
+    decode_batch,
+    decode_image,
+    reason_of,
+    resize_middle,
+)
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
 from ringtrain.data.sources import CollectingSource
 from ringtrain.errors import DataError

@@ -9,7 +9,7 @@ import pytest
 
 from launch.decision import LOST_RANKS, SHOWN_LINES, Attempt, decide, explain
 from launch.group import GroupEnd, RankEnd
-from ringtrain.guard.lost import LostRanksError
+from ringtrain.guard.causes import LostRanksError
 from ringtrain.runtime.run_record import EndRecord
 from ringtrain.training.ending import end_of
 

@@ -23,7 +23,6 @@ from ringtrain.messages.log import LOG
 from ringtrain.runtime.world import World
 
 BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_sample skip."
-FindBad = Callable[[np.ndarray], list[BadSample]]
 Explain = Callable[[Exception, int], Exception]
 INDICES, NUMBER = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
 
@@ -31,16 +30,24 @@ INDICES, NUMBER = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
 class Batches(abc.ABC):
     """Batches with counts known in advance."""
 
-    is_counted = False  # note must be called before the next batch
+    max_steps_ahead = 1  # of the host's work; 0: ``note`` must be called before the next batch
+    can_begin_again = True  # from the first step
     can_read_again = False  # ``read`` returns the same batch if it is called once more
+    why_single_steps = ""  # reason why a call cannot train many steps
     next_local_count = 0  # this rank's samples of the next step
     call_signature: tuple[Any, ...]  # of ``arguments``, for a call that trains many steps
 
     def __init__(
-        self, element_spec: Any, *, first_step: int, end_step: int, explain: Explain = lambda error, step: error
+        self,
+        element_spec: Any,
+        order: SampleOrder,
+        *,
+        first_step: int,
+        end_step: int,
+        explain: Explain = lambda error, step: error,
     ) -> None:
         """``explain`` converts an error of ``read`` or of the pipeline; the step is from 0."""
-        self.element_spec, self.explain = element_spec, explain
+        self.element_spec, self.explain, self._order = element_spec, explain, order
         self._first_step, self._end_step, self._next_step = first_step, end_step, first_step
 
     def begin(self) -> None:  # noqa: B027
@@ -62,8 +69,12 @@ class Batches(abc.ABC):
         """Continue after steps that ``read`` has read."""
         self._next_step += num_steps
 
-    def note(self, next_global_count: int) -> None:  # noqa: B027
-        """Set the sum of all ranks' ``next_local_count``."""
+    def note(self, read_next_count: Callable[[], float]) -> None:  # noqa: B027
+        """Get the sum of all ranks' ``next_local_count``."""
+
+    def samples_before(self, step: int) -> int:
+        """Samples of all ranks; ``step`` is the next one."""
+        return self._order.samples_before(step)
 
     def state_before(self, step: int) -> tuple[int, bytes] | None:
         """Return the pipeline's last state up to a step; None if unsupported."""
@@ -77,8 +88,8 @@ class Batches(abc.ABC):
 class PipelineBatches(Batches):
     """Batches of a tf.data pipeline."""
 
-    def __init__(self, dataset: tf.data.Dataset, **steps: Any) -> None:
-        super().__init__(dataset.element_spec, **steps)
+    def __init__(self, dataset: tf.data.Dataset, order: SampleOrder, **steps: Any) -> None:
+        super().__init__(dataset.element_spec, order, **steps)
         self.call_signature = (tf.data.IteratorSpec(dataset.element_spec),)
         self._dataset = dataset
         self._remaining: Iterator[Batch] = iter(())
@@ -108,32 +119,25 @@ class PipelineBatches(Batches):
 class CountedBatches(PipelineBatches):
     """Batches with counts known one step ahead."""
 
-    is_counted = True
+    max_steps_ahead = 0
+    can_begin_again = False
+    why_single_steps = "the samples of a step are known only after the step before it"
 
     def __init__(
-        self,
-        dataset: tf.data.Dataset,
-        collective: Collective,
-        order: SampleOrder,
-        *,
-        find_bad: FindBad | None = None,
-        state_before: Callable[[int], tuple[int, bytes]] | None = None,
-        **steps: Any,
+        self, dataset: tf.data.Dataset, order: SampleOrder, collective: Collective, *, samples_seen: int, **steps: Any
     ) -> None:
-        """``find_bad`` returns the corrupt ones among planned samples."""
-        super().__init__(dataset, **steps)
-        self._state_before = state_before
-        self._collective, self._order = collective, order
-        self._find_bad = find_bad
+        """``samples_seen``: before the first step; 0: as planned."""
+        super().__init__(dataset, order, **steps)
+        self._collective = collective
         self._upcoming: Batch | None = None
-        self._global_count = 0
+        self._global_count, self._samples_seen = 0, samples_seen or order.samples_before(self._first_step)
 
     def begin(self) -> None:
         self._remaining = iter(self._dataset)
         if self._first_step < self._end_step:
             self._look_ahead(self._first_step)
             mine = tf.constant([self.next_local_count], tf.int64)
-            self.note(int(tf.reduce_sum(self._collective.all_gather(mine, name="first_count"))))
+            self.note(lambda: tf.reduce_sum(self._collective.all_gather(mine, name="first_count")))
 
     def __iter__(self) -> Iterator[Batch]:
         while self._global_count:
@@ -146,41 +150,25 @@ class CountedBatches(PipelineBatches):
                 self._upcoming = None
             batch = batch._replace(global_count=tf.constant(self._global_count, tf.int64))
             self._next_step = step + 1
+            self._samples_seen += self._global_count
             self._look_ahead(step + 1)
             yield batch
 
-    def note(self, next_global_count: int) -> None:
-        """Also report skipped samples.
+    def note(self, read_next_count: Callable[[], float]) -> None:
+        """Raise on every rank if the next step has no sample that it should have."""
+        self._global_count = int(read_next_count())
+        if self._next_step < self._end_step:
+            self._check(self._next_step)
 
-        Raises on every rank if a step has no readable sample, or a stream ends within an epoch.
-        """
-        self._global_count, step = next_global_count, self._next_step
-        if step >= self._end_step:
-            return
-        if isinstance(self._order, StreamingOrder):
-            upcoming = self._upcoming
-            whole = int(upcoming.global_count) if upcoming is not None and int(upcoming.step) == step else 0
-            if self._order.is_shared and whole != next_global_count and whole:
-                raise DataError(
-                    f"the dataset gives this rank {whole} samples for step {step + 1}, but the ranks' slices of what "
-                    f"they were given are {next_global_count}: it is not the same on all ranks. {SAME_REMEDY}",
-                    reach="rank",
-                )
-            steps_per_epoch = self._order.steps_per_epoch
-            if not next_global_count and not self._order.is_single_pass:
-                raise DataError(
-                    f"no rank was fed anything for step {step % steps_per_epoch + 1} of an epoch, but steps_per_epoch "
-                    f"is {steps_per_epoch}; every epoch must have as many. Lower it, or feed more.",
-                    reach="run",
-                )
-        elif self._find_bad is not None and next_global_count < self._order.global_count(step):
-            self._name_left_out(step, self._find_bad)
-
-    def state_before(self, step: int) -> tuple[int, bytes] | None:
-        return self._state_before(step) if self._state_before else None
+    def samples_before(self, step: int) -> int:
+        return self._samples_seen
 
     def is_last(self, step: int) -> bool:
         return super().is_last(step) or not self._global_count
+
+    @abc.abstractmethod
+    def _check(self, step: int) -> None:
+        """Check the number of samples in ``step``, from 0. Collective."""
 
     def _look_ahead(self, step: int) -> None:
         if self._upcoming is None and step < self._end_step:
@@ -190,18 +178,60 @@ class CountedBatches(PipelineBatches):
         is_there = upcoming is not None and int(upcoming.step) == step
         self.next_local_count = int(upcoming.indices.shape[0]) if upcoming is not None and is_there else 0
 
-    def _name_left_out(self, step: int, find_bad: FindBad) -> None:
-        """Report skipped samples on rank 0. Collective."""
+
+class StreamBatches(CountedBatches):
+    """Batches of a stream."""
+
+    _order: StreamingOrder
+
+    def __init__(
+        self, *given: Any, state_before: Callable[[int], tuple[int, bytes]] | None = None, **steps: Any
+    ) -> None:
+        super().__init__(*given, **steps)
+        self._state_before = state_before
+
+    def state_before(self, step: int) -> tuple[int, bytes] | None:
+        return self._state_before(step) if self._state_before else None
+
+    def _check(self, step: int) -> None:
+        count, upcoming, steps_per_epoch = self._global_count, self._upcoming, self._order.steps_per_epoch
+        whole = int(upcoming.global_count) if upcoming is not None and int(upcoming.step) == step else 0
+        if self._order.is_shared and whole != count and whole:
+            raise DataError(
+                f"the dataset gives this rank {whole} samples for step {step + 1}, but the ranks' slices of what "
+                f"they were given are {count}: it is not the same on all ranks. {SAME_REMEDY}",
+                reach="rank",
+            )
+        if not count and not self._order.is_single_pass:
+            raise DataError(
+                f"no rank was fed anything for step {step % steps_per_epoch + 1} of an epoch, but steps_per_epoch "
+                f"is {steps_per_epoch}; every epoch must have as many. Lower it, or feed more.",
+                reach="run",
+            )
+
+
+class ReadableBatches(CountedBatches):
+    """Batches without corrupt samples."""
+
+    def __init__(self, *given: Any, find_bad: Callable[[np.ndarray], list[BadSample]], **steps: Any) -> None:
+        """``find_bad`` returns the corrupt ones among planned samples."""
+        super().__init__(*given, **steps)
+        self._find_bad = find_bad
+
+    def _check(self, step: int) -> None:
+        """Report skipped samples on rank 0."""
+        planned_count = self._order.global_count(step)
+        if self._global_count == planned_count:
+            return
         world = self._collective.world
         planned = self._order.local_batch(step, rank=world.rank, size=world.size).indices
         good = self._upcoming.indices.numpy() if self._upcoming is not None else []
-        left_out = np.setdiff1d(planned, good)
-        mine = [list(bad) for bad in name_bad(left_out, find_bad)]
+        mine = [list(bad) for bad in name_bad(np.setdiff1d(planned, good), self._find_bad)]
         all_bad = [BadSample(*bad) for ranks in all_gather_object(self._collective, mine, name="bad") for bad in ranks]
         LOG.warning(f"step {step + 1}: left out {describe_bad(all_bad)}")
         if not self._global_count:
             raise DataError(
-                f"none of the {self._order.global_count(step)} samples of step {step + 1} can be read: "
+                f"none of the {planned_count} samples of step {step + 1} can be read: "
                 f"{describe_bad(all_bad)} Look at the data.",
                 reach="run",
             )
@@ -216,12 +246,12 @@ class ArrayBatches(Batches):
     def __init__(
         self, source: ArraySource, order: SampleOrder, world: World, *, first_step: int, end_step: int
     ) -> None:
-        self._source, self._order, self._world = source, order, world
+        self._source, self._world = source, world
         self._planned: Iterator[LocalBatch] = iter(())  # many steps at a time
         self._read = tf.function(self._gather, input_signature=[INDICES, NUMBER, NUMBER], autograph=False)
         outputs = self._read.get_concrete_function().structured_outputs
         spec = tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), outputs)
-        super().__init__(spec, first_step=first_step, end_step=end_step)
+        super().__init__(spec, order, first_step=first_step, end_step=end_step)
 
     def __iter__(self) -> Iterator[Batch]:
         self._next_step = self._first_step

@@ -38,6 +38,19 @@ class SampleOrder:
             raise DataError(f"the data set holds {self.num_samples} samples; at least 1 is needed. Look at its files.")
 
     @property
+    def known_samples(self) -> int | None:
+        """None for streams."""
+        return self.num_samples
+
+    @property
+    def depends_on_ranks(self) -> bool:
+        """True if the samples of a step depend on the number of ranks."""
+        return False
+
+    def describe_samples(self) -> str:
+        return f"{self.num_samples:,} samples"
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_samples // self.global_batch_size)
 
@@ -92,6 +105,17 @@ class StreamingOrder(SampleOrder):
 
     is_single_pass: bool  # training ends when no rank has data
     is_shared: bool = False  # ranks slice the same data: the same steps for any number of ranks
+
+    @property
+    def known_samples(self) -> None:
+        return None
+
+    @property
+    def depends_on_ranks(self) -> bool:
+        return not self.is_shared
+
+    def describe_samples(self) -> str:
+        return "every rank reads all samples, and takes its slice" if self.is_shared else "samples fed by each rank"
 
 
 def permute(positions: npt.NDArray[np.int64], domain_size: int, key: tuple[int, ...]) -> npt.NDArray[np.int64]:

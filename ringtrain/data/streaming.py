@@ -139,14 +139,14 @@ class _Reader:
         return Batch(x, y, indices, step, whole)
 
 
-def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int) -> Pass:
+def pass_of(world: World, *, seed: int, global_batch_size: int, epoch: int = 0) -> Pass:
     begin, end = (global_batch_size * rank // world.size for rank in (world.rank, world.rank + 1))
     return Pass(world.rank, world.size, seed, epoch, max(1, end - begin), global_batch_size)
 
 
 def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, global_batch_size: int) -> Feed:
     """Use the largest count of any rank, if known. Collective."""
-    of = pass_of(collective.world, seed=seed, global_batch_size=global_batch_size, epoch=0)
+    of = pass_of(collective.world, seed=seed, global_batch_size=global_batch_size)
     mine = raise_on_all_ranks(collective, lambda: feed.count_steps(of), name="steps of a pass")
     counts = all_gather_object(collective, mine, name="steps of a pass")
     if feed.is_shared and len(set(counts)) > 1:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ranks
 from ringtrain.errors import DivergedError, ReplicasDifferError
 from ringtrain.messages.ranks import group_ranks, name_ranks
+from ringtrain.messages.rules import list_first
 
 WORD_BYTES = 4
 WORDS_PER_BLOCK = 1 << 14  # 128 KiB of factors, to fit a core's cache
@@ -80,8 +81,7 @@ def describe_drift(
     parts = []
     for split, group in itertools.groupby(differing, key=lambda item: list(item[1].values())):
         variables = [name for name, _ in group]
-        more = f" and {len(variables) - MAX_NAMED} more variables" if len(variables) > MAX_NAMED else ""
-        parts.append(f"{_describe_split(split, nodes)} in {', '.join(variables[:MAX_NAMED])}{more}")
+        parts.append(f"{_describe_split(split, nodes)} in {list_first(variables, MAX_NAMED, 'variables')}")
     return "; ".join([*parts[:MAX_NAMED], *([f"and {len(parts) - MAX_NAMED} more"] if len(parts) > MAX_NAMED else [])])
 
 
@@ -109,9 +109,8 @@ def require_finite_values(
     def look() -> None:
         if not _are_finite([variable.value for variable in variables.values()]):
             bad = [name for name, variable in variables.items() if not _is_finite(variable.value)]
-            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise DivergedError(
-                f"after step {step} not all values of {bad[0]}{more} are finite{though}; nothing is saved of it. "
+                f"after step {step} not all values of {list_first(bad)} are finite{though}; nothing is saved of it. "
                 f"{remedy}; what was saved before is whole."
             )
 

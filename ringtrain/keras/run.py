@@ -20,13 +20,10 @@ from ringtrain.guard.causes import explaining_lost_ranks
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
 from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED
-from ringtrain.messages.log import show_log
 from ringtrain.run.directory import FIT_OF, REPORT_FILE
 from ringtrain.runtime import activity, shutdown
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.stopping import StopRequests
-from ringtrain.runtime.world import read_world
-from ringtrain.terminal.console import open_console
 from ringtrain.training.ending import early_end, report_end, report_error
 from ringtrain.training.joining import leave_by, watched
 from ringtrain.training.together import opened_together
@@ -130,15 +127,7 @@ class Run(keras.callbacks.Callback):
                 with explaining_lost_ranks():
                     all_gather_object(collective, None, name="a fit with callbacks.Run")
                     watchdog.meet(collective)
-                if read_world(os.environ).launcher != "no launcher":
-                    requests.watch_launcher()
-                console = open_console(is_rank0=world.is_rank0)
-                with (
-                    show_log(console.line),
-                    opened_together(config, collective, requests, watchdog, console) as session,
-                    shutdown.ending_forked(),
-                    explaining_lost_ranks(),
-                ):
+                with opened_together(config, collective, requests, watchdog) as session:
                     Run.current = fit = FitSession(model, session)
                     watchdog.refine = fit.refine
                     activity.set_phase(Phase.PREPARE, takes_long=True)  # Keras reads the first batch
@@ -147,9 +136,8 @@ class Run(keras.callbacks.Callback):
                     finally:
                         Run.current = None
                         fit.close()
-                if not session.start.is_complete:
-                    start = session.start
-                    console.line(f"done: the run is in {start.name}, its curves in {start.name}/{REPORT_FILE}")
+                if not (start := session.start).is_complete:
+                    session.console.line(f"done: the run is in {start.name}, its curves in {start.name}/{REPORT_FILE}")
             except BaseException as error:
                 if world.size > 1 or isinstance(error, RingtrainError):
                     # any other error may be of the script on one rank

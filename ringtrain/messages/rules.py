@@ -6,7 +6,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -15,6 +15,12 @@ from ringtrain.messages.escaping import escape
 
 MAX_FLOAT = 3e38  # float32's largest
 LONGEST_VALUE = 80
+
+
+def list_first(names: Sequence[object], most: int = 1, kind: str = "") -> str:
+    """Return for example ``a, b and 3 more``, or ``3 more layers``."""
+    more = f" and {len(names) - most} more{f' {kind}' if kind else ''}" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:

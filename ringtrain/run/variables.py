@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective
 from ringtrain.errors import UsageError
+from ringtrain.messages.rules import list_first
 
 BROADCAST_BYTES = 64 * 2**20
 UNNAMED = re.compile(r"variable(_\d+)?")
@@ -27,10 +28,9 @@ def require_gradients_that_add(variables: Sequence[keras.Variable]) -> None:
     """Refuse Keras' float8 "gradients", which are new values and cannot be summed."""
     names = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UsageError(
-            f"the variable {names[0]}{more} of Keras' float8 training takes what backpropagation gives for it as its "
-            "new value, which cannot be summed over ranks. Train without float8, such as in mixed_bfloat16."
+            f"the variable {list_first(names)} of Keras' float8 training takes what backpropagation gives for it as "
+            "its new value, which cannot be summed over ranks. Train without float8, such as in mixed_bfloat16."
         )
 
 
@@ -81,11 +81,8 @@ def number_twins(names: Sequence[str]) -> list[str]:
 def describe_difference(expected: Sequence[str], found: Sequence[str]) -> str:
     missing = [name for name in expected if name not in set(found)]
     extra = [name for name in found if name not in set(expected)]
-    parts = []
-    for title, names in (("missing", missing), ("not in the model", extra)):
-        if names:
-            parts.append(f"{title}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}")
-    return "; ".join(parts)
+    titled = (("missing", missing), ("not in the model", extra))
+    return "; ".join(f"{title}: {list_first(names, 5)}" for title, names in titled if names)
 
 
 def broadcast_variables(variables: Sequence[keras.Variable], collective: Collective) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ringtrain.messages.rules import list_first
+
 # TensorFlow's message: EagerPyFunc (No registered ... node {{node model/dense/EagerPyFunc}}).
 UNCOMPILED = re.compile(
     r"(\w+) \((?:No registered|Unsupported|.{0,80}?not supported).*?\{\{node ([^}]*)\}\}", re.DOTALL
@@ -80,6 +82,5 @@ class CompiledFunction:
             function.experimental_get_compiler_ir(*specs)(stage="hlo")
         except (tf.errors.OpError, ValueError, NotImplementedError) as error:
             names = [f"{kind} ({node})" for kind, node in dict.fromkeys(UNCOMPILED.findall(str(error)))]
-            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            return ", ".join(names[:MAX_NAMED]) + more or next(iter(str(error).strip().splitlines()), "it")
+            return list_first(names, MAX_NAMED) or next(iter(str(error).strip().splitlines()), "it")
         return ""

@@ -20,6 +20,7 @@ from ringtrain.errors import ReplicasDifferError
 from ringtrain.files.bounded import make_directory
 from ringtrain.guard.replicas import ReplicaGuard, require_finite_values
 from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.rules import list_first
 from ringtrain.run.directory import RunDirectoryError
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
@@ -62,7 +63,7 @@ class Log(Action):
         super().__init__(job, session)
         self._job.times.lap()
         self._since_step = self._job.plan.first_step
-        self._since_samples = self._samples_seen(self._since_step)
+        self._since_samples = job.batches.samples_before(self._since_step)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return step % self._job.config.log_every == 0 or is_last
@@ -71,7 +72,11 @@ class Log(Action):
         if not self._job.collective.world.is_rank0:
             return
         activity.set_phase(Phase.LOG, step)
-        num_steps, seconds, samples_seen = step - self._since_step, self._job.times.lap(), self._samples_seen(step)
+        num_steps, seconds, samples_seen = (
+            step - self._since_step,
+            self._job.times.lap(),
+            self._job.batches.samples_before(step),
+        )
         sec_per_step, examples_per_sec = seconds / num_steps, (samples_seen - self._since_samples) / seconds
         self._since_step, self._since_samples = step, samples_seen
         console = self._session.console
@@ -92,10 +97,6 @@ class Log(Action):
         }
         epoch, times = epoch_after(self._job.plan.order, step), self._job.times.take(num_steps, sec_per_step)
         self._session.log("train", values, step=step, epoch=epoch, samples_seen=samples_seen, **times)
-
-    def _samples_seen(self, step: int) -> int:
-        job = self._job
-        return self._session.progress.samples_seen if job.batches.is_counted else job.plan.order.samples_before(step)
 
 
 class Evaluate(Action):
@@ -161,6 +162,7 @@ class Save(Action):
 def gather_state(job: Job, session: RunSession, step: int) -> dict[str, np.ndarray]:
     """Check all values; record each rank's pipeline; return whole sharded slots, on rank 0. Collective."""
     require_finite_values(job.step.named_variables | job.step.named_pieces, job.collective, step=step)
+    session.progress.samples_seen = job.batches.samples_before(step)
     place = job.batches.state_before(step)
     if place is not None:  # on all ranks
         mine = [place[0], base64.b64encode(place[1]).decode(), place_of_data(job.config)]
@@ -194,9 +196,8 @@ def require_same_pieces(sharded: ShardedOptimizer, collective: Collective, step:
 
     def look() -> None:
         if names := sharded.find_changed():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ReplicasDifferError(
-                f"at step {step} this rank's piece of {names[0]}{more}, which it updates for all ranks "
+                f"at step {step} this rank's piece of {list_first(names)}, which it updates for all ranks "
                 "(--shard_optimizer), is not what the ranks have. Nothing is saved of this step. Either a device or "
                 "memory is faulty, or something other than the step changes weights. The same command resumes from "
                 "the last checkpoint."

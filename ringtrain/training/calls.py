@@ -72,8 +72,8 @@ class Calls:
 
     def _why_single(self) -> str:
         job = self._job
-        if job.batches.is_counted:
-            return "the samples of a step are known only after the step before it"
+        if job.batches.why_single_steps:
+            return job.batches.why_single_steps
         if job.config.profile is not None:
             return "--profile shows single steps"
         if job.plan.order.global_batch_size < job.collective.world.size:

@@ -18,6 +18,7 @@ from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.messages.log import LOG
+from ringtrain.messages.rules import list_first
 from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.state import is_integer_or_bool
@@ -139,9 +140,8 @@ def warn_of_settings(workload: Workload, config: Config, step: TrainStep, *, is_
             "weights, but not the same."
         )
     if is_parallel and (paths := find_micro_batch_state(config, step)):
-        others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         LOG.warning(
-            f"--accumulate {config.accumulate} updates {paths[0]}{others} once for each micro-batch, and a "
+            f"--accumulate {config.accumulate} updates {list_first(paths)} once for each micro-batch, and a "
             "rank's micro-batches are not those of one process: the ranks together train similar weights, but not the "
             "same. Without --accumulate there is one update for each step."
         )

@@ -101,7 +101,7 @@ def evaluation_batches(
     steps: dict[str, Any] = {"first_step": 0, "end_step": order.steps_per_epoch}
     skips_bad = skips_bad and is_fallible(source)
     dataset = local_batches(source, order, world, **steps, num_threads=num_threads, skips_bad=skips_bad)
-    return PipelineBatches(dataset, **steps, explain=functools.partial(explain_bad, source, order, world))
+    return PipelineBatches(dataset, order, **steps, explain=functools.partial(explain_bad, source, order, world))
 
 
 class EvalStep:

@@ -19,7 +19,7 @@ from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.labels import Labels, keeps_labels
 from ringtrain.guard.layers import describe_layers, plain
 from ringtrain.guard.preflight import OTHER_MODEL, require_alike, require_same_code
-from ringtrain.run.resume import Start
+from ringtrain.run.resume import Progress, Start
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.step.many_steps import ManySteps
@@ -107,8 +107,8 @@ def create_job(
     activity.set_phase(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, plan, contents = open_data(workload, config, collective, num_threads=num_threads, start=start)
-    places = start.progress.get("places", ())
-    batches = create_batches(sources.train, plan, workload, config, collective, num_threads=num_threads, places=places)
+    given = sources.train, plan, workload, config, collective, Progress(**start.progress)
+    batches = create_batches(*given, num_threads=num_threads)
     activity.set_phase(Phase.COMPILE, takes_long=True)
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
     adapt_model(model)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from ringtrain.collectives import run_on_rank0
-from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import RingtrainError
 from ringtrain.guard.causes import explaining_lost_ranks
@@ -61,8 +60,6 @@ def train(prepared: Prepared, session: RunSession) -> Result:
         start=session.start,
     )
     progress, console = session.progress, session.console
-    if job.batches.is_counted and not progress.samples_seen:  # as planned so far
-        progress.samples_seen = job.plan.order.samples_before(job.plan.first_step)
     set_initial_values(job, session)
     describe(job, session)
     check, evaluate, profile = CheckReplicas(job, session), Evaluate(job, session), Profile(job, session)
@@ -111,10 +108,8 @@ def set_initial_values(job: Job, session: RunSession) -> None:
 def describe(job: Job, session: RunSession) -> None:
     order, size, line = job.plan.order, job.collective.world.size, session.console.line
     evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
-    samples = f"{order.num_samples:,} samples"
-    if isinstance(order, StreamingOrder):
-        samples = "every rank reads all samples, and takes its slice" if order.is_shared else "samples fed by each rank"
-    line(f"{job.config.workload}: {job.step.model.count_params():,} parameters; {samples}{evaluated}")
+    samples = f"{order.describe_samples()}{evaluated}"
+    line(f"{job.config.workload}: {job.step.model.count_params():,} parameters; {samples}")
     line(
         f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
         f"{order.steps_per_epoch} steps an epoch, {job.plan.total_steps} in all"
@@ -126,7 +121,7 @@ def describe(job: Job, session: RunSession) -> None:
     session.write_start(
         job.step.model,
         launcher=job.collective.world.launcher,
-        samples=None if isinstance(order, StreamingOrder) else order.num_samples,  # unknown for a stream
+        samples=order.known_samples,
         global_batch_size=order.global_batch_size,
         steps_per_epoch=order.steps_per_epoch,
         total_steps=job.plan.total_steps,
@@ -156,7 +151,7 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
     samples of step k+1, the host reads it at once.
     """
     guard, calls, batches = NonfiniteGuard(job, session), Calls(job, actions), job.batches
-    steps_ahead = 1 if tf.config.get_visible_devices("GPU") and not batches.is_counted else 0
+    steps_ahead = batches.max_steps_ahead if tf.config.get_visible_devices("GPU") else 0
     in_flight: collections.deque[Trained] = collections.deque()
     step = job.plan.first_step
     activity.set_phase(Phase.DATA, step + 1, takes_long=True)
@@ -204,8 +199,7 @@ def train_step(job: Job, session: RunSession, step: int, batch: Batch) -> Traine
         is_stop_wanted, next_count = session.requests.is_pending, batches.next_local_count
         learning_rate = job.plan.learning_rate_of(step)
         returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=next_count)
-    if batches.is_counted:
-        batches.note(int(read_value(returned, "next_samples")))
+    batches.note(lambda: read_value(returned, "next_samples"))
     return Trained(step, batch, returned, batches.is_last(step))
 
 
@@ -263,8 +257,6 @@ def settle(
         activity.set_step_times(*job.times.with_and_without_waits)
     if session.console.is_terminal:
         session.console.loss(read_loss(returned))
-    if job.batches.is_counted:
-        session.progress.samples_seen += job.step.read(returned).samples
     is_stopped = bool(read_value(returned, "stop_votes")) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
     due = [action for action in actions if action.is_due(step, is_last=is_last)]

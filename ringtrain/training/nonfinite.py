@@ -18,6 +18,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import DivergedError
 from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import make_directory
+from ringtrain.messages.rules import list_first
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
 from ringtrain.step.report import Returned, StepReport, read_value
 from ringtrain.step.state import require_equal_state
@@ -158,8 +159,7 @@ def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:
 def describe_samples(samples: list[int], loss: str | float | None) -> str:
     if not samples:
         return f"mean of its samples' losses: {loss}"
-    more = f" and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
-    return f"sample{'s' if len(samples) > 1 else ''} {', '.join(map(str, sorted(samples)[:MAX_NAMED]))}{more}"
+    return f"sample{'s' if len(samples) > 1 else ''} {list_first(sorted(samples), MAX_NAMED)}"
 
 
 def pack_batch(batch: Batch) -> bytes:

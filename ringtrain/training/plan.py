@@ -6,7 +6,6 @@ import base64
 import functools
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,13 +13,14 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config, OptimizerConfig
-from ringtrain.data.batches import ArrayBatches, Batches, CountedBatches, PipelineBatches, explain_bad
+from ringtrain.data.batches import ArrayBatches, Batches, PipelineBatches, ReadableBatches, StreamBatches, explain_bad
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Augment, local_batches
 from ringtrain.data.sources import ArraySource, FallibleSource, Feed, Source, is_fallible
 from ringtrain.data.streaming import streaming_batches
 from ringtrain.data.tf_data import NO_STATE
 from ringtrain.errors import UsageError
+from ringtrain.run.resume import Progress
 from ringtrain.workloads.base import Workload
 
 POLYNOMIAL_POWER = 2  # as MLPerf with LARS
@@ -131,12 +131,12 @@ def create_batches(
     workload: Workload,
     config: Config,
     collective: Collective,
+    progress: Progress,
     *,
     num_threads: int,
-    places: Sequence[tuple[int, str, str]] = (),
 ) -> Batches:
-    """``places``: each rank's iterator state (``Progress.places``)."""
-    order, world = plan.order, collective.world
+    """``progress``: before the first step."""
+    order, world, places = plan.order, collective.world, progress.places
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": own_augment(workload)}
     if isinstance(train, Feed):
@@ -148,7 +148,8 @@ def create_batches(
             train, cast(StreamingOrder, order), collective, **steps, **read, place=place
         )
         state_before = found.before if found.are_kept else None
-        return CountedBatches(dataset, collective, order, **steps, explain=explain, state_before=state_before)
+        more: dict[str, Any] = {"explain": explain, "samples_seen": progress.samples_seen}
+        return StreamBatches(dataset, order, collective, **steps, **more, state_before=state_before)
 
     if type(train) is ArraySource and read["augment"] is None and not tf.config.get_visible_devices("GPU"):
         # To read ahead would take the cores that compute.
@@ -159,9 +160,10 @@ def create_batches(
     trace = functools.partial(local_batches, train, order, world, **steps, **read, skips_bad=skips)
     dataset = raise_on_all_ranks(collective, trace, name="batches")
     if not skips:
-        return PipelineBatches(dataset, **steps, explain=explain)
+        return PipelineBatches(dataset, order, **steps, explain=explain)
     find_bad = cast(FallibleSource, train).find_bad
-    return CountedBatches(dataset, collective, order, **steps, explain=explain, find_bad=find_bad)
+    more = {"explain": explain, "samples_seen": progress.samples_seen}
+    return ReadableBatches(dataset, order, collective, **steps, **more, find_bad=find_bad)
 
 
 def own_augment(workload: Workload) -> Augment | None:

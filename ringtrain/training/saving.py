@@ -16,7 +16,6 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from ringtrain.config import Config, to_plain
-from ringtrain.data.order import StreamingOrder
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.guard.preflight import package_versions
 from ringtrain.messages.log import LOG
@@ -134,8 +133,8 @@ def describe_run(config: Config, size: int, identity: Mapping[str, Any] | None =
 
 def restore(job: Job, checkpoint: Checkpoint) -> None:
     facts: dict[str, Any] = {"workload": job.config.workload}
-    if not isinstance(job.plan.order, StreamingOrder):
-        facts["samples"] = job.plan.order.num_samples
+    if job.plan.order.known_samples is not None:
+        facts["samples"] = job.plan.order.known_samples
     for name, value in facts.items():
         if checkpoint.run.get(name) != value:
             raise UsageError(

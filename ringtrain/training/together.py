@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.run_record import record_start
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import find_limits
-from ringtrain.runtime.world import World
-from ringtrain.terminal.console import Console, open_console
+from ringtrain.runtime.world import World, read_world
+from ringtrain.terminal.console import open_console
 from ringtrain.terminal.startup import describe_start
 from ringtrain.tracking.base import require_installed, require_store
 from ringtrain.tracking.follower import following
@@ -38,45 +38,40 @@ if TYPE_CHECKING:
 
 
 def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result | None:
-    """Prepare, join and train; handle requests to stop throughout."""
+    """Prepare, join, open the run directory and train; handle requests to stop throughout."""
     with StopRequests() as requests:
         requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare()
         if world.launcher != "no launcher" and not prepared.config.detached:
             requests.watch_launcher(is_joining=True)
         with joined(prepared, world, command="train") as (collective, watchdog):
-            return train_together(prepared, collective, requests, watchdog)
+            from ringtrain.training.loop import train
 
-
-def train_together(
-    prepared: Prepared, collective: Collective, requests: StopRequests, watchdog: Watchdog
-) -> Result | None:
-    from ringtrain.training.loop import train
-
-    if collective.world.launcher != "no launcher" and not prepared.config.detached:
-        requests.watch_launcher()
-    console = open_console(is_rank0=collective.world.is_rank0)
-    for line in describe_start(collective, prepared.plan, prepared.device):
-        console.line(line)
-    with show_log(console.line), opened_together(prepared.config, collective, requests, watchdog, console) as session:
-        start = session.start
-        if start.is_complete:
-            console.line(f"the run in {start.name} is complete: {start.step} steps. Use --resume never for a new run.")
-            return None
-        with shutdown.ending_forked(), explaining_lost_ranks(), explaining_memory(prepared.config):
-            result = train(prepared, session)
-    for line in describe_result(result, start, prepared.config):
-        console.line(line)
-    return result
+            lines = describe_start(collective, prepared.plan, prepared.device)
+            with opened_together(prepared.config, collective, requests, watchdog, lines) as session:
+                start, line = session.start, session.console.line
+                if start.is_complete:
+                    line(f"the run in {start.name} is complete: {start.step} steps. Use --resume never for a new run.")
+                    return None
+                with explaining_memory(prepared.config):
+                    result = train(prepared, session)
+            for text in describe_result(result, start, prepared.config):
+                line(text)
+            return result
 
 
 @contextlib.contextmanager
 def opened_together(
-    config: Config, collective: Collective, requests: StopRequests, watchdog: Watchdog, console: Console
+    config: Config, collective: Collective, requests: StopRequests, watchdog: Watchdog, lines: Sequence[str] = ()
 ) -> Iterator[RunSession]:
-    """Open the run directory on rank 0; record the end. Collective."""
+    """Open the run directory on rank 0, after ``lines``; record the end. Collective."""
     from ringtrain.training.session import RunSession
 
+    if read_world(os.environ).launcher != "no launcher" and not config.detached:
+        requests.watch_launcher()
+    console = open_console(is_rank0=collective.world.is_rank0)
+    for line in lines:
+        console.line(line)
     opened: list[OpenedRun] = []
     trackers = trackers_of(config.tracker)
     senders = [*trackers, *([config.copy_to] if config.copy_to else [])]
@@ -90,28 +85,26 @@ def opened_together(
         requests.watch_time(find_limits(config.max_hours, os.environ))
         return dataclasses.asdict(start)
 
-    activity.set_phase(Phase.OPEN, takes_long=True)
-    start = Start(**run_on_rank0(collective, open_on_rank0, name="run_directory"))
-    run = opened[0].directory if opened else None
-    watchdog.write_by(
-        write_end=functools.partial(write_end_at_hang, run, start),
-        warn=functools.partial(write_warning, run, console) if run else None,
-    )
-    to_follow = [] if start.is_complete else senders
-    followed = following(run.path, to_follow, console.line) if run else contextlib.nullcontext()
-    with followed, recording_end(run, start.is_complete, requests, collective.world, console):
-        session = RunSession(
-            config,
-            collective,
-            start=start,
-            opened=opened[0] if opened else None,
-            requests=requests,
-            console=console,
+    with show_log(console.line):
+        activity.set_phase(Phase.OPEN, takes_long=True)
+        start = Start(**run_on_rank0(collective, open_on_rank0, name="run_directory"))
+        run = opened[0] if opened else None
+        directory = run.directory if run else None
+        watchdog.write_by(
+            write_end=functools.partial(write_end_at_hang, directory, start),
+            warn=functools.partial(write_warning, directory, console) if directory else None,
         )
-        try:
+        to_follow = [] if start.is_complete else senders
+        with (
+            following(directory.path, to_follow, console.line) if directory else contextlib.nullcontext(),
+            recording_end(directory, start.is_complete, requests, collective.world, console),
+            contextlib.closing(
+                RunSession(config, collective, start=start, opened=run, requests=requests, console=console)
+            ) as session,
+            shutdown.ending_forked(),
+            explaining_lost_ranks(),
+        ):
             yield session
-        finally:
-            session.close()
 
 
 def describe_result(result: Result, start: Start, config: Config) -> list[str]:

@@ -19,7 +19,7 @@ HUGE_SCALE = 2.0**127  # of a loss; half-precision gradients overflow
 def depends_on_other_samples(job: Job, tolerance: float) -> bool:
     """Compare gradients and sums of a batch with those of its halves, in one process. Trains nothing."""
     gradients = job.step.local_gradients
-    if gradients.needs_every_rank or job.batches.is_counted or job.collective.world.size > 1:
+    if gradients.needs_every_rank or not job.batches.can_begin_again or job.collective.world.size > 1:
         return False
     batch = next(iter(job.batches))
     count = int(batch.indices.shape[0])

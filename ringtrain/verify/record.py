@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config
-from ringtrain.data.order import StreamingOrder
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.guard.layers import draws
@@ -159,8 +158,7 @@ def create_recorded_job(
         "and losses may differ as well"
         for path in find_micro_batch_state(config, job.step)
     ]
-    order = job.plan.order
-    if isinstance(order, StreamingOrder) and not order.is_shared:
+    if job.plan.order.depends_on_ranks:
         raise UsageError(
             "each rank of this workload is fed its own samples, so other world sizes train other batches: nothing "
             "can be compared. To verify it, give the same samples by number (from_arrays, "
@@ -208,7 +206,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
     if is_reference and trial.name == "float64":
         facts["depends_on_other_samples"] = np.array(depends_on_other_samples(job, ROUNDING[computed_in].tolerance))
     train_recorded(job, facts, directory / f"{trial.name}.npz", trial)
-    if is_reference and not job.batches.is_counted:
+    if is_reference and job.batches.can_begin_again:
         for variable, value in zip(job.step.variables, first, strict=True):
             variable.assign(value)
         perturb(job.step.model.variables, computed_in)
@@ -246,7 +244,7 @@ def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial)
         if job.evaluation is None or not evaluation
         else job.evaluation.num_samples - len(evaluation.left_out),
         "global_batch_size": job.plan.order.global_batch_size,
-        "num_samples": 0 if isinstance(job.plan.order, StreamingOrder) else job.plan.order.num_samples,
+        "num_samples": job.plan.order.known_samples or 0,
         "variables": np.array([variable.path for variable in job.step.variables], str),
         "replicas": np.array(replicas, str),  # [ranks, variables]
         **({"nonfinite": np.array(nonfinite, str)} if nonfinite is not None else {}),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringtrain.messages.ranks import name_ranks
+from ringtrain.messages.rules import list_first
 
 Facts = Sequence[Mapping[str, Any]]  # of each rank, by ``compare``
 TOLERANCE, HALF_TOLERANCE = 1e-4, 3e-2  # relative; of half-precision values or messages
@@ -169,8 +170,8 @@ def of_samples_of_others(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
         moved = max((row["state"] for its in facts for row in its["state"]), default=0.0)
         yield Cause(
             "local BatchNorm",
-            f"BatchNormalization ({_list(norms)}) normalises by each rank's samples alone; its moving statistics are "
-            f"{moved:.2g} away from those of the whole batch. hvd.SyncBatchNormalization takes those of all ranks.",
+            f"BatchNormalization ({list_first(norms, MAX_NAMED)}) normalises by each rank's samples alone; its moving "
+            f"statistics are {moved:.2g} away from those of the whole batch. hvd.SyncBatchNormalization takes those of all ranks.",
         )
     elif wrong and max(facts[0]["variables"][index]["of_weighted"] for index in wrong) > tolerance_of(facts):
         yield Cause(
@@ -198,9 +199,4 @@ def of_loss(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
 
 
 def _names(facts: Facts, indices: Sequence[int]) -> str:
-    return _list([facts[0]["variables"][index]["name"] for index in indices])
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+    return list_first([facts[0]["variables"][index]["name"] for index in indices], MAX_NAMED)

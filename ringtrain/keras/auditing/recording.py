@@ -21,17 +21,14 @@ from ringtrain.keras.exchange import Exchange, variable_key
 from ringtrain.keras.guards import read_rate
 
 Plain = Callable[..., Any]  # a replaced method
-# In one process, a sum, mean or gather over ranks is the value itself.
 COLLECTIVES_OF_ONE: dict[str, Any] = {
+    **dict.fromkeys(  # in one process, a sum, mean or gather over ranks is the value itself
+        ("allreduce", "allgather", "broadcast", "grouped_allreduce", "reducescatter", "broadcast_object"),
+        lambda value, *args, **kwargs: value,
+    ),
     "size": lambda: 1,
     "rank": lambda: 0,
-    "allreduce": lambda tensor, *args, **kwargs: tensor,
-    "allgather": lambda tensor, *args, **kwargs: tensor,
-    "broadcast": lambda tensor, *args, **kwargs: tensor,
-    "grouped_allreduce": lambda tensors, *args, **kwargs: tensors,
-    "reducescatter": lambda tensor, *args, **kwargs: tensor,
     "allgather_object": lambda value, *args, **kwargs: [value],
-    "broadcast_object": lambda value, *args, **kwargs: value,
 }
 
 

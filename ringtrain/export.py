@@ -19,7 +19,7 @@ from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
 from ringtrain.run.directory import refuse_taken
 from ringtrain.run.variables import name_variables, named_weights
 from ringtrain.training.creation import create_model, set_up_keras
-from ringtrain.training.sources import read_sources
+from ringtrain.training.job import read_sources
 from ringtrain.workloads.base import Workload
 
 Format = Literal["keras", "saved_model"]

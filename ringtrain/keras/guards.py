@@ -22,8 +22,7 @@ from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.data.sources import bytes_of
 from ringtrain.data.tf_data import without_tuner
 from ringtrain.errors import ReplicasDifferError, RingtrainError, UsageError
-from ringtrain.guard.layers import describe_layers
-from ringtrain.guard.preflight import digest
+from ringtrain.guard.preflight import describe_layers, digest
 from ringtrain.guard.replicas import describe_drift, hash_bits
 from ringtrain.keras.collective import (
     ProcessSetCollective,

@@ -29,8 +29,7 @@ from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
 from ringtrain.training.plan import place_of_data
-from ringtrain.training.session import RunSession
-from ringtrain.training.summaries import MAX_IMAGES, explaining
+from ringtrain.training.session import MAX_IMAGES, RunSession, explaining
 
 PROFILE_DIRECTORY = "profile"
 

@@ -20,7 +20,7 @@ from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import Config
 from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
-from ringtrain.guard.layers import draws
+from ringtrain.guard.preflight import draws
 from ringtrain.messages.defects import describe_defect, find_users_place
 from ringtrain.step.report import StepReport
 from ringtrain.step.state import is_integer_or_bool

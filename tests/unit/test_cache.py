@@ -15,8 +15,7 @@ import tensorflow as tf
 from ringtrain.collectives.base import Solo
 from ringtrain.data import cache
 from ringtrain.data.cache import with_cache
-from ringtrain.data.cache.decoded import find_layout
-from ringtrain.data.cache.node import CacheFile, share_of
+from ringtrain.data.cache.node import CacheFile, find_layout, share_of
 from ringtrain.data.formats.image_folder import load_image_folder
 from ringtrain.data.indexed import from_grain
 from ringtrain.data.sources import BadSample, from_arrays

@@ -13,8 +13,8 @@ from ringtrain.data.augment import sample_keys
 from ringtrain.data.formats.image_folder import ImageFolderSource
 from ringtrain.data.sources import ArraySource
 from ringtrain.errors import DataError, UsageError
+from ringtrain.step.schedule import LearningRate
 from ringtrain.training.creation import create_optimizer
-from ringtrain.training.plan import LearningRate
 from ringtrain.workloads import create_workload, inception, load_workload
 from ringtrain.workloads.inception import Inception, add_auxiliary_classifier, build_inception
 

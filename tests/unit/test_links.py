@@ -21,7 +21,7 @@ from ringtrain.run.checkpoint import MANIFEST_FILE, digest_of, read_checkpoint
 from ringtrain.run.directory import REPORT_FILE, append_event
 from ringtrain.run.resume import open_run
 from ringtrain.run.store import step_name
-from ringtrain.training.summaries import EventFiles, forget_after
+from ringtrain.training.session import EventFiles, forget_after
 from tests.faults.test_fuzz import make_run
 from tests.unit.checkpoints import read_tree
 

@@ -20,7 +20,7 @@ from ringtrain.messages.log import show_log
 from ringtrain.runtime.world import World
 from ringtrain.training.evaluation import evaluate, evaluation_batches
 from ringtrain.training.job import Job, create_job
-from ringtrain.training.summaries import EventFiles
+from ringtrain.training.session import EventFiles
 from ringtrain.workloads.base import Histogram, Images, Sources, Workload
 from tests.world.workloads.small import NUM_CLASSES, NUM_FEATURES, Small
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ringtrain.config import OptimizerConfig
-from ringtrain.training.plan import LearningRate
+from ringtrain.step.schedule import LearningRate
 
 EPOCH = 1000
 

@@ -8,8 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
-from ringtrain.data.cache.decoded import CachedSource, Layout, find_layout
-from ringtrain.data.cache.node import open_node_cache
+from ringtrain.data.cache.node import CachedSource, Layout, find_layout, open_node_cache
 from ringtrain.data.indexed import IndexedSource
 from ringtrain.data.sources import Source, is_fallible
 from ringtrain.errors import DataError, UsageError

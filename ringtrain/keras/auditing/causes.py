@@ -171,7 +171,8 @@ def of_samples_of_others(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
         yield Cause(
             "local BatchNorm",
             f"BatchNormalization ({list_first(norms, MAX_NAMED)}) normalises by each rank's samples alone; its moving "
-            f"statistics are {moved:.2g} away from those of the whole batch. hvd.SyncBatchNormalization takes those of all ranks.",
+            f"statistics are {moved:.2g} away from those of the whole batch. hvd.SyncBatchNormalization takes those of "
+            "all ranks.",
         )
     elif wrong and max(facts[0]["variables"][index]["of_weighted"] for index in wrong) > tolerance_of(facts):
         yield Cause(

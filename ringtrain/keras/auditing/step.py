@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object
-from ringtrain.guard.layers import draws
+from ringtrain.guard.preflight import draws
 from ringtrain.guard.replicas import hash_bits
 from ringtrain.keras.auditing.recording import Recording, recording, replaced
 from ringtrain.keras.exchange import COMPRESSIONS, variable_key

@@ -15,8 +15,7 @@ from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import RunOptions, prepare, read_settings
 from ringtrain.errors import UsageError
 from ringtrain.guard.causes import explaining_lost_ranks, explaining_memory
-from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.activity import Phase, set_phase
 from ringtrain.runtime.world import World
 from ringtrain.training.joining import joined
 
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str], world: World) -> int:
         explaining_memory(prepared.config),
     ):
         job = create_job(prepared.workload, prepared.config, collective, num_threads=prepared.plan.intra_op_threads)
-        activity.set_phase(Phase.RESTORE, takes_long=True)
+        set_phase(Phase.RESTORE, takes_long=True)
         step = run_on_rank0(collective, restore_on_rank0, name="restore")
         job.step.share_values(collective)
         report = job.evaluate()

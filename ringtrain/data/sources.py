@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
@@ -96,10 +96,8 @@ def name_bad(numbers: np.ndarray, find_bad: Callable[[np.ndarray], list[BadSampl
 
 def describe_bad(samples: list[BadSample]) -> str:
     named = "; ".join(f"sample {bad.number}, {bad.description}: {bad.reason}" for bad in samples[:MAX_NAMED])
-    more = len(samples) - MAX_NAMED
-    return f"{len(samples)} sample{'s' if len(samples) != 1 else ''} that cannot be read ({named}" + (
-        f"; and {more} more)." if more > 0 else ")."
-    )
+    more = f"; and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
+    return f"{len(samples)} sample{'s' if len(samples) != 1 else ''} that cannot be read ({named}{more})."
 
 
 def is_fallible(source: Source) -> TypeGuard[FallibleSource]:
@@ -121,15 +119,10 @@ class ArraySource:
 
     def arrays(self) -> dict[str, tf.Tensor]:
         """Return arrays [n, ...] by names ``x``, or ``x/image``."""
-        return {place: array for name in ("x", "y") for place, array in _leaves(name, getattr(self, name))}
+        import keras
 
-
-def _leaves(place: str, structure: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(structure, (Mapping, tuple, list)):
-        yield place, structure
-        return
-    for key, part in structure.items() if isinstance(structure, Mapping) else enumerate(structure):
-        yield from _leaves(f"{place}/{key}", part)
+        leaves = keras.tree.flatten_with_path({"x": self.x, "y": self.y})
+        return {"/".join(map(str, path)): array for path, array in leaves}
 
 
 def from_arrays(x: Any, y: Any) -> ArraySource:

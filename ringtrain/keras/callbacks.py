@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -173,9 +174,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.current_epoch < self.start_epoch or (
-            self.end_epoch is not None and self.current_epoch >= self.end_epoch
-        ):
+        if not self.start_epoch <= self.current_epoch < (math.inf if self.end_epoch is None else self.end_epoch):
             return
         if self.staircase:
             if batch == 0:
@@ -284,10 +283,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 def _velocities(optimizer: keras.optimizers.Optimizer) -> Sequence[keras.Variable]:
     """Slots that contain steps scaled by the learning rate."""
-    if not optimizer.built or not getattr(optimizer, "momentum", 0):
-        return []
-    if isinstance(optimizer, keras.optimizers.SGD):
-        return [slot for slot in optimizer.momentums if slot is not None]
-    if isinstance(optimizer, keras.optimizers.RMSprop):
-        return [slot for slot in optimizer._momentums if slot is not None]
-    return []
+    kinds = {keras.optimizers.SGD: "momentums", keras.optimizers.RMSprop: "_momentums"}
+    name = next((name for kind, name in kinds.items() if isinstance(optimizer, kind)), "")
+    has_slots = name and optimizer.built and getattr(optimizer, "momentum", 0)
+    return [slot for slot in getattr(optimizer, name) if slot is not None] if has_slots else []

@@ -37,8 +37,7 @@ from ringtrain.keras.step_sums import Votes
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
-from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Note, Phase
+from ringtrain.runtime.activity import Note, Phase, set_phase
 from ringtrain.runtime.world import read_world
 from ringtrain.training.creation import warn_of_best
 from ringtrain.training.saving import set_values
@@ -92,7 +91,7 @@ class FitSession:
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         self._variables = name_variables(weights=named_weights(model), slots=named_slots(model.optimizer))
-        activity.set_phase(Phase.RESTORE, takes_long=True)
+        set_phase(Phase.RESTORE, takes_long=True)
         checkpoint = self._session.checkpoint
         named = {} if checkpoint is None else dict(checkpoint.variables)
         shared = {name: value for name, value in named.items() if name in self._variables or not is_extra(name)}
@@ -116,7 +115,7 @@ class FitSession:
         self._replicas = ReplicaGuard(self._equal, self._collective)
         if not self._is_complete:
             self._session.begin()
-        activity.set_phase(Phase.DATA, self.step + 1, takes_long=True)
+        set_phase(Phase.DATA, self.step + 1, takes_long=True)
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
         """Each rank's own state is restored only by as many ranks."""
@@ -160,7 +159,7 @@ class FitSession:
         return note
 
     def begin_batch(self) -> None:
-        activity.set_phase(Phase.STEP, self.step + 1, takes_long=self._is_first_batch and not self.model.run_eagerly)
+        set_phase(Phase.STEP, self.step + 1, takes_long=self._is_first_batch and not self.model.run_eagerly)
         self._is_first_batch = False
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
@@ -189,7 +188,7 @@ class FitSession:
             self._leave()
         elif self._passes(former, self._config.checkpoint_every):
             self._save()
-        activity.set_phase(Phase.DATA, self.step + 1)
+        set_phase(Phase.DATA, self.step + 1)
         self._log.leave_out_time()
 
     def take_logs(self) -> dict[str, Any]:
@@ -243,7 +242,7 @@ class FitSession:
             self._leave()
         if is_best or not is_last:  # the last is saved at the end
             self._save(as_step=not is_last and self._is_between, as_best=is_best)
-        activity.set_phase(Phase.DATA, self.step + 1, takes_long=True)
+        set_phase(Phase.DATA, self.step + 1, takes_long=True)
 
     def end(self) -> None:
         """Save the last step; return only when all ranks know."""
@@ -274,13 +273,13 @@ class FitSession:
     def check_replicas(self) -> None:
         """Collective; callbacks may have changed variables since the last check at this step."""
         if self._config.check_replicas_every and not self._is_complete:
-            activity.set_phase(Phase.CHECK, self.step)
+            set_phase(Phase.CHECK, self.step)
             self._replicas.check(self.step, again=True)
 
     def _gather_state(self) -> Arrays:
         """Check the shared variables; return the rest of a checkpoint, on rank 0. Collective."""
         self.check_replicas()
-        activity.set_phase(Phase.SAVE, self.step, takes_long=True)
+        set_phase(Phase.SAVE, self.step, takes_long=True)
         self._require_finite()
         own = own_of(self.model) | counts_of(self._others)
         if self._progress.batches_done and self._steps_of_epoch is None:  # a resume may find no batch left
@@ -336,7 +335,7 @@ class FitSession:
 
     def _write_log(self, logs: Mapping[str, Any]) -> None:
         """Log means; raise DivergedError for a non-finite loss. Collective."""
-        activity.set_phase(Phase.LOG, self.step)
+        set_phase(Phase.LOG, self.step)
         means = self._log.take_means(self.step, logs)
         progress, steps = self._progress, self._steps_of_epoch
         progress.samples_seen += means.samples

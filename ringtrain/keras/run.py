@@ -21,8 +21,8 @@ from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require
 from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED
 from ringtrain.run.directory import FIT_OF, REPORT_FILE
-from ringtrain.runtime import activity, shutdown
-from ringtrain.runtime.activity import Phase
+from ringtrain.runtime import shutdown
+from ringtrain.runtime.activity import Phase, set_phase
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.training.ending import early_end, report_end, report_error
 from ringtrain.training.joining import leave_by, watched
@@ -130,7 +130,7 @@ class Run(keras.callbacks.Callback):
                 with opened_together(config, collective, requests, watchdog) as session:
                     Run.current = fit = FitSession(model, session)
                     watchdog.refine = fit.refine
-                    activity.set_phase(Phase.PREPARE, takes_long=True)  # Keras reads the first batch
+                    set_phase(Phase.PREPARE, takes_long=True)  # Keras reads the first batch
                     try:
                         yield
                     finally:
@@ -150,7 +150,7 @@ class Run(keras.callbacks.Callback):
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
         def begin(*_: Any, takes_long: bool = False) -> None:
-            activity.set_phase(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
+            set_phase(Phase.CALLBACKS, self._fit.step, takes_long=takes_long)
 
         def end(*_: Any) -> None:
             self._fit.check_replicas()
@@ -193,7 +193,7 @@ class Run(keras.callbacks.Callback):
         self._fit  # noqa: B018 - evaluate() alone has none
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        activity.set_phase(Phase.EVALUATION_DATA, batch + 1)
+        set_phase(Phase.EVALUATION_DATA, batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._fit.end_epoch(epoch, logs or {})

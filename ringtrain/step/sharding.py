@@ -50,7 +50,11 @@ class ShardedOptimizer:
             dtypes=[weight.dtype for weight in weights],
             control_dtype=control_dtype,
         )
-        self.pieces = [self._create_piece(index) for index in range(len(self._weights))]
+        self.pieces: list[keras.Variable] = []
+        for index, weight in enumerate(self._weights):
+            cut_off = self._cut(index, weight.value)
+            self.pieces.append(keras.Variable(cut_off, trainable=True, dtype=weight.dtype, name=weight.name))
+            self.pieces[-1]._path = weight.path  # prefix of slot names
         # Non-empty ones; at least one, to count the update.
         self._updated = [index for index, piece in enumerate(self.pieces) if piece.shape[0]] or [0]
         self._weight_of_slot: dict[int, int] = {}
@@ -58,12 +62,6 @@ class ShardedOptimizer:
         self._keep_exclusions()
         if isinstance(optimizer, LayerwiseUpdate):
             optimizer.sum_over_ranks = functools.partial(self._sum, name="norms")
-
-    def _create_piece(self, index: int) -> keras.Variable:
-        weight = self._weights[index]
-        piece = keras.Variable(self._cut(index, weight.value), trainable=True, dtype=weight.dtype, name=weight.name)
-        piece._path = weight.path  # prefix of slot names
-        return piece
 
     def _build(self) -> None:
         """Also record the weight of each slot."""

@@ -22,8 +22,7 @@ from ringtrain.guard.replicas import ReplicaGuard, require_finite_values
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.rules import list_first
 from ringtrain.run.directory import RunDirectoryError
-from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.activity import Phase, set_phase
 from ringtrain.step.report import StepReport
 from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.training.evaluation import EvalReport
@@ -70,7 +69,7 @@ class Log(Action):
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
         if not self._job.collective.world.is_rank0:
             return
-        activity.set_phase(Phase.LOG, step)
+        set_phase(Phase.LOG, step)
         num_steps, seconds, samples_seen = (
             step - self._since_step,
             self._job.times.lap(),
@@ -119,7 +118,7 @@ class Evaluate(Action):
         return Ending.EARLY if gives_up else None
 
     def _record(self, step: int, result: EvalReport, *, seconds: float) -> None:
-        activity.set_phase(Phase.LOG, step)
+        set_phase(Phase.LOG, step)
         epoch, console = epoch_after(self._job.plan.order, step), self._session.console
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
@@ -138,8 +137,8 @@ class Evaluate(Action):
 
     def _show(self, step: int) -> None:
         """Show the first samples, on rank 0, without a collective."""
-        source = self._job.evaluation
-        if source is not None:
+        if self._job.evaluation is not None:
+            source = self._job.evaluation.source
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
             x, y = source.gather_good(shown)[1:] if is_fallible(source) else source.gather(shown)
             with alone():
@@ -184,7 +183,7 @@ class CheckReplicas(Action):
 
     def act(self, step: int, *_: object) -> None:
         if self._job.config.check_replicas_every:
-            activity.set_phase(Phase.CHECK, step)
+            set_phase(Phase.CHECK, step)
             self._guard.check(step)
             if self._job.step.sharded is not None:
                 require_same_pieces(self._job.step.sharded, self._job.collective, step)
@@ -255,7 +254,7 @@ class Profile(Action):
 
     def _stop_profiler(self) -> None:
         if self._directory is not None:
-            activity.set_phase(Phase.LOG, self._last, takes_long=True)
+            set_phase(Phase.LOG, self._last, takes_long=True)
             with self._job.times.leaving_out(), explaining(self._directory):
                 # TensorFlow would create it again if it was moved away.
                 is_there = self._directory.is_dir()

@@ -13,9 +13,9 @@ import tensorflow as tf
 from ringtrain.collectives import Collective
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
-from ringtrain.data.batches import Batches
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
+from ringtrain.data.sources import Source
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.messages.log import LOG
 from ringtrain.messages.rules import list_first
@@ -23,7 +23,7 @@ from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.state import is_integer_or_bool
 from ringtrain.step.train_step import TrainStep, set_precision
-from ringtrain.training.evaluation import EvalStep
+from ringtrain.training.evaluation import EvalStep, Evaluation, evaluation_batches
 from ringtrain.workloads.base import Workload
 
 # Of ringtrain.keras' and Horovod's DistributedOptimizer; neither is imported here.
@@ -160,30 +160,41 @@ def warn_of_best(config: Config) -> None:
         )
 
 
-def create_eval_step(
+def create_evaluation(
     workload: Workload,
     config: Config,
     step: TrainStep,
-    evaluation: Batches | None,
+    source: Source | None,
     collective: Collective,
     batch_spec: Batch,
-) -> EvalStep | None:
-    eval_step = None
-    if evaluation is not None:
-        require_same_structure(workload, batch_spec, evaluation.element_spec)
+    *,
+    global_batch_size: int,
+    num_threads: int,
+) -> Evaluation | None:
+    evaluation = None
+    if source is not None:
+        batches = evaluation_batches(
+            source,
+            collective.world,
+            global_batch_size=global_batch_size,
+            num_threads=num_threads,
+            skips_bad=config.on_bad_sample == "skip",
+        )
+        require_same_structure(workload, batch_spec, batches.element_spec)
         eval_step = EvalStep(
             workload=workload,
             model=step.model,
             averages=step.averages,
             collective=collective,
-            batch_spec=evaluation.element_spec,
+            batch_spec=batches.element_spec,
         )
-    names = ("loss", "data_loss", *(step if eval_step is None else eval_step).metric_names)
+        evaluation = Evaluation(eval_step, source, batches)
+    names = ("loss", "data_loss", *(step if evaluation is None else evaluation.step).metric_names)
     if config.best_metric not in names:
         raise UsageError(
             f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}."
         )
-    return eval_step
+    return evaluation
 
 
 def require_same_structure(workload: Workload, train: Batch, evaluation: Batch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -25,6 +25,12 @@ from ringtrain.step.optimizers import WeightAverages
 from ringtrain.step.train_step import trace
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
+
+
+class Evaluation(NamedTuple):
+    step: EvalStep
+    source: Source
+    batches: Batches
 
 
 @dataclass(frozen=True, kw_only=True)

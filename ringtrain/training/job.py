@@ -30,20 +30,19 @@ from ringtrain.guard.preflight import (
 )
 from ringtrain.messages.defects import describe_defect
 from ringtrain.run.resume import Progress, Start
-from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.activity import Phase, set_phase
 from ringtrain.step.many_steps import ManySteps
 from ringtrain.step.times import StepTimes
 from ringtrain.step.train_step import TrainStep
 from ringtrain.training.creation import (
     choose_optimizer,
-    create_eval_step,
+    create_evaluation,
     create_model,
     create_step,
     set_up_keras,
     warn_of_settings,
 )
-from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
+from ringtrain.training.evaluation import EvalReport, Evaluation, evaluate
 from ringtrain.training.plan import Plan, create_batches, own_augment, plan_steps
 from ringtrain.workloads.base import Sources, Workload
 
@@ -58,9 +57,7 @@ class Job:
     plan: Plan
     batches: Batches
     step: TrainStep
-    evaluation: Source | None
-    evaluation_batches: Batches | None
-    eval_step: EvalStep | None
+    evaluation: Evaluation | None
     labels_to_check: Sequence[Labels]  # of the first batches, unless checked in memory
     many_steps: ManySteps
     times: StepTimes
@@ -68,16 +65,10 @@ class Job:
 
     def evaluate(self, is_stop_wanted: Callable[[], bool] = lambda: False) -> EvalReport | None:
         """Return None without evaluation data, or if a rank was asked to stop."""
-        if self.evaluation is None or self.evaluation_batches is None or self.eval_step is None:
+        if self.evaluation is None:
             return None
-        return evaluate(
-            self.eval_step,
-            self.evaluation,
-            self.evaluation_batches,
-            self.collective,
-            skips_bad=self.config.on_bad_sample == "skip",
-            is_stop_wanted=is_stop_wanted,
-        )
+        skips_bad = self.config.on_bad_sample == "skip"
+        return evaluate(*self.evaluation, self.collective, skips_bad=skips_bad, is_stop_wanted=is_stop_wanted)
 
     def is_evaluation_due(self, step: int, *, is_last: bool) -> bool:
         if self.evaluation is None:
@@ -113,31 +104,23 @@ def create_job(
     ``adapt_model`` changes the model before tracing; ``optimizer`` replaces the workload's and the settings'.
     ``in_groups``: see ``GradientReduction``.
     """
-    activity.set_phase(Phase.PREPARE, takes_long=True)
+    set_phase(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, plan, contents = open_data(workload, config, collective, num_threads=num_threads, start=start)
     given = sources.train, plan, workload, config, collective, Progress(**start.progress)
     batches = create_batches(*given, num_threads=num_threads)
-    activity.set_phase(Phase.COMPILE, takes_long=True)
+    set_phase(Phase.COMPILE, takes_long=True)
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
     adapt_model(model)
 
-    def trace() -> tuple[TrainStep, Batches | None, EvalStep | None]:
+    def trace() -> tuple[TrainStep, Evaluation | None]:
         chosen = optimizer() if optimizer else choose_optimizer(workload, config, plan.learning_rate(0))
         spec = batches.element_spec
         step = create_step(workload, config, collective, model, chosen, spec, plan.order, in_groups=in_groups)
-        evaluated = None
-        if sources.evaluation is not None:
-            evaluated = evaluation_batches(
-                sources.evaluation,
-                collective.world,
-                global_batch_size=plan.order.global_batch_size,
-                num_threads=num_threads,
-                skips_bad=config.on_bad_sample == "skip",
-            )
-        return step, evaluated, create_eval_step(workload, config, step, evaluated, collective, spec)
+        size, given = plan.order.global_batch_size, (workload, config, step, sources.evaluation, collective, spec)
+        return step, create_evaluation(*given, global_batch_size=size, num_threads=num_threads)
 
-    step, evaluated, eval_step = raise_on_all_ranks(collective, trace, name="step")
+    step, evaluation = raise_on_all_ranks(collective, trace, name="step")
     warn_of_settings(workload, config, step, is_parallel=collective.world.size > 1)
     job = Job(
         workload=workload,
@@ -146,9 +129,7 @@ def create_job(
         plan=plan,
         batches=batches,
         step=step,
-        evaluation=sources.evaluation,
-        evaluation_batches=evaluated,
-        eval_step=eval_step,
+        evaluation=evaluation,
         # Those in memory are checked now, unless augment() changes them.
         labels_to_check=() if isinstance(sources.train, ArraySource) and not own_augment(workload) else step.labels,
         many_steps=ManySteps(step, batches, has_clock=not config.deterministic),
@@ -179,7 +160,7 @@ def require_same_job(job: Job, sources: Sources) -> None:
     require_same_code(collective, name="preflight/code of the job")  # with what data and model have imported
     require_alike(collective, describe_job(job), UsageError, OTHER_MODEL, name="preflight/training")
     raise_on_all_ranks(collective, lambda: check_labels(job, sources), name="labels")
-    activity.set_phase(Phase.PREPARE, takes_long=True)
+    set_phase(Phase.PREPARE, takes_long=True)
     require_same_contents(collective, job.contents)
 
 
@@ -195,7 +176,7 @@ def describe_job(job: Job) -> dict[str, str | list[str]]:
         "global batch size": str(order.global_batch_size),
         "batch": str(tf.nest.map_structure(lambda part: f"{part.dtype.name} {part.shape}", (spec.x, spec.y))),
         "metric": list(job.step.metric_names),
-        "metric of the evaluation": list(job.eval_step.metric_names if job.eval_step else ()),
+        "metric of the evaluation": list(job.evaluation.step.metric_names if job.evaluation else ()),
         "optimizer": type(optimizer).__name__,
         "setting of the optimizer": [f"{name}={plain(value)}" for name, value in settings.items()],
         "variable": [f"{name} {v.dtype} {list(v.shape)}" for name, v in job.step.named_variables.items()],
@@ -205,13 +186,14 @@ def describe_job(job: Job) -> dict[str, str | list[str]]:
 
 def check_labels(job: Job, sources: Sources) -> None:
     """Check labels in memory; others are checked when they are read."""
-    for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, job.eval_step)):
+    eval_step = job.evaluation and job.evaluation.step
+    for of, source, step in (("training", sources.train, job.step), ("evaluation", sources.evaluation, eval_step)):
         if isinstance(source, ArraySource) and step is not None:
             try:
                 for labels in step.labels:
                     labels.check(source.y, range(source.num_samples), of=of)
             except DataError:
-                if step is job.eval_step or keeps_labels(job.workload.augment, source):
+                if step is eval_step or keeps_labels(job.workload.augment, source):
                     raise
 
 

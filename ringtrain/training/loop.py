@@ -106,7 +106,7 @@ def set_initial_values(job: Job, session: RunSession) -> None:
 
 def describe(job: Job, session: RunSession) -> None:
     order, size, line = job.plan.order, job.collective.world.size, session.console.line
-    evaluated = f", {job.evaluation.num_samples:,} to evaluate on" if job.evaluation else ""
+    evaluated = f", {job.evaluation.source.num_samples:,} to evaluate on" if job.evaluation else ""
     samples = f"{order.describe_samples()}{evaluated}"
     line(f"{job.config.workload}: {job.step.model.count_params():,} parameters; {samples}")
     line(

@@ -27,8 +27,7 @@ from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import RunDirectoryError
 from ringtrain.run.lease import find_job
 from ringtrain.run.resume import OpenedRun, Progress, Start, describe_way_on
-from ringtrain.runtime import activity
-from ringtrain.runtime.activity import Phase
+from ringtrain.runtime.activity import Phase, set_phase
 from ringtrain.runtime.machine import format_cores, read_peak_memory
 from ringtrain.runtime.run_record import is_signal_passed_on
 from ringtrain.runtime.stopping import StopRequests
@@ -74,7 +73,7 @@ class RunSession:
 
         ``facts``: about the samples, for checkpoints.
         """
-        activity.set_phase(Phase.OPEN, self.start.step, takes_long=True)
+        set_phase(Phase.OPEN, self.start.step, takes_long=True)
         if self.directory is not None:
             step = self.start.step
             self._events = EventFiles(self.directory.tensorboard, first_step=step)
@@ -160,11 +159,11 @@ class RunSession:
                 self._events.flush()
             return self._writer.finish(self._take_snapshot(step, variables, extra))
 
-        activity.set_phase(Phase.SAVE, step, takes_long=True)
+        set_phase(Phase.SAVE, step, takes_long=True)
         return run_on_rank0(self.collective, save_on_rank0, name="finish")
 
     def _take_snapshot(self, step: int, variables: Variables, extra: Arrays) -> Checkpoint:
-        activity.set_phase(Phase.SAVE, step, takes_long=True)
+        set_phase(Phase.SAVE, step, takes_long=True)
         return take_snapshot(variables, step, self.progress, self._facts, extra)
 
     def leave_if_requested(self) -> None:
@@ -205,7 +204,7 @@ class RunSession:
         self.requests.end_training()
         if self._writer is None or self._events is None:
             return
-        activity.set_phase(Phase.SAVE, self.last_saved_step, takes_long=True)
+        set_phase(Phase.SAVE, self.last_saved_step, takes_long=True)
         for end in (self._writer.wait, self._events.close):
             with contextlib.suppress(RingtrainError):
                 end()

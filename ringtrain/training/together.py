@@ -17,8 +17,8 @@ from ringtrain.guard.causes import explaining_lost_ranks, explaining_memory
 from ringtrain.messages.log import show_log
 from ringtrain.run.directory import REPORT_FILE
 from ringtrain.run.resume import OpenedRun, Start, open_run
-from ringtrain.runtime import activity, shutdown
-from ringtrain.runtime.activity import Phase
+from ringtrain.runtime import shutdown
+from ringtrain.runtime.activity import Phase, set_phase
 from ringtrain.runtime.run_record import record_start
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.runtime.time_limit import find_limits
@@ -86,7 +86,7 @@ def opened_together(
         return dataclasses.asdict(start)
 
     with show_log(console.line):
-        activity.set_phase(Phase.OPEN, takes_long=True)
+        set_phase(Phase.OPEN, takes_long=True)
         start = Start(**run_on_rank0(collective, open_on_rank0, name="run_directory"))
         run = opened[0] if opened else None
         directory = run.directory if run else None

@@ -242,7 +242,7 @@ def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial)
         "steps_per_epoch": job.plan.order.steps_per_epoch,
         "num_evaluated": -1
         if job.evaluation is None or not evaluation
-        else job.evaluation.num_samples - len(evaluation.left_out),
+        else job.evaluation.source.num_samples - len(evaluation.left_out),
         "global_batch_size": job.plan.order.global_batch_size,
         "num_samples": job.plan.order.known_samples or 0,
         "variables": np.array([variable.path for variable in job.step.variables], str),

@@ -292,11 +292,11 @@ def test_labels_not_in_memory_are_checked_in_each_batch() -> None:
 
 def test_evaluation_labels_are_checked_in_each_batch() -> None:
     job = job_of(create_sources=sources(ARRAYS, ARRAYS))
-    assert job.eval_step is not None
+    assert job.evaluation is not None
     wrong = from_arrays(X, np.arange(NUM_SAMPLES) // 5)
     batches = evaluation_batches(wrong, ALONE, global_batch_size=4, num_threads=1)
     with pytest.raises(DataError, match="sample 15 of the evaluation data has the label 3"):
-        evaluate(job.eval_step, wrong, batches, Solo(ALONE))
+        evaluate(job.evaluation.step, wrong, batches, Solo(ALONE))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ringtrain.commands.help import show_overview
 from ringtrain.errors import RingtrainError, UsageError
@@ -14,7 +15,7 @@ from ringtrain.messages.defects import explaining_import
 from ringtrain.messages.escaping import escape_message
 from ringtrain.messages.rules import did_you_mean
 from ringtrain.runtime.stdio import has_lost_stdout
-from ringtrain.runtime.world import World, read_world
+from ringtrain.runtime.world import read_world
 from ringtrain.training.ending import report_end
 
 # Imported when called.
@@ -37,7 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(escape_message(f"ringtrain: {error}"), file=sys.stderr)
         return error.exit_code
     try:
-        return run_command(arguments, world)
+        if arguments in (["-h"], ["--help"]):
+            if world.is_rank0:
+                print(show_overview(COMMANDS), end="")
+            return 0
+        is_named = bool(arguments) and not arguments[0].startswith("-")
+        command = arguments.pop(0) if is_named else "train"
+        code: int = load_command(command).main(arguments, world)
+        # Training leaves a run directory; other commands only their output.
+        return RingtrainError.exit_code if code == 0 and command != "train" and has_lost_stdout() else code
     except RingtrainError as error:
         report_end(error, world)
         return error.exit_code
@@ -47,20 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def run_command(arguments: list[str], world: World) -> int:
-    if arguments in (["-h"], ["--help"]):
-        if world.is_rank0:
-            print(show_overview(COMMANDS), end="")
-        return 0
-    is_named = bool(arguments) and not arguments[0].startswith("-")
-    command = arguments.pop(0) if is_named else "train"
+def load_command(command: str) -> Any:
     module = (COMMANDS | INTERNAL_COMMANDS).get(command)
     if module is None:
         is_file = command.endswith(".py")
         suggestion = f"Did you mean --workload {command}? " if is_file else did_you_mean(command, COMMANDS)
         raise UsageError(f"there is no command {command!r}. {suggestion}Commands: {', '.join(COMMANDS)}.")
     with explaining_import(command):
-        main_of_command = importlib.import_module(module).main
-    code: int = main_of_command(arguments, world)
-    # Training leaves a run directory; other commands only their output.
-    return RingtrainError.exit_code if code == 0 and command != "train" and has_lost_stdout() else code
+        return importlib.import_module(module)

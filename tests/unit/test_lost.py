@@ -15,7 +15,7 @@ OF_GLOO = "[third_party/compatible17_gloo/gloo/transport/tcp/pair.cc:598] Connec
 @pytest.mark.parametrize("sign", ["Horovod has been shut down", OF_GLOO, f"{LOST_RANK_SIGN}: rank 1"])
 def test_a_reduction_failed_by_a_lost_rank_reports_the_loss(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the error has passed through a compiled step, in which it loses its type."""
-    monkeypatch.setattr(lost, "NAMED_SECONDS", 0.05)
+    monkeypatch.setattr(causes, "NAMED_SECONDS", 0.05)
 
     def fail(values: object) -> object:
         raise RuntimeError(sign)

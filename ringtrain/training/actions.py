@@ -70,11 +70,8 @@ class Log(Action):
         if not self._job.collective.world.is_rank0:
             return
         set_phase(Phase.LOG, step)
-        num_steps, seconds, samples_seen = (
-            step - self._since_step,
-            self._job.times.lap(),
-            self._job.batches.samples_before(step),
-        )
+        num_steps, seconds = step - self._since_step, self._job.times.lap()
+        samples_seen = self._job.batches.samples_before(step)
         sec_per_step, examples_per_sec = seconds / num_steps, (samples_seen - self._since_samples) / seconds
         self._since_step, self._since_samples = step, samples_seen
         console = self._session.console

@@ -35,8 +35,9 @@ from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.joining import Prepared
 from ringtrain.training.nonfinite import NonfiniteGuard
-from ringtrain.training.saving import restore, take_weights
+from ringtrain.training.saving import restore
 from ringtrain.training.session import RunSession
+from ringtrain.training.weights import take_weights
 
 
 @dataclass(frozen=True, kw_only=True)

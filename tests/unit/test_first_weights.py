@@ -12,7 +12,7 @@ import pytest
 
 from ringtrain.errors import DataError, UsageError
 from ringtrain.run.variables import name_variables, named_weights
-from ringtrain.training.saving import take_weights
+from ringtrain.training.weights import take_weights
 
 
 def job_of(model: keras.Model) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 NUM_RANKS = 3
 MOMENTS = ("setup", "compile", "data", "step", "all-reduce", "evaluation", "save", "end")
 WRITTEN = ("save", "end")  # by rank 0 alone
+AT_BOTH = ("all-reduce", *WRITTEN)  # moments in which the other ranks may wait for rank 0
 LAUNCHERS = ("launch", "launch over Gloo", "mpirun", "horovodrun")
 # What `make test` runs of it; `make test-faults` runs all. Other tests hold more of it (runs, stops, resumed runs).
 BY_DEFAULT = {
@@ -101,8 +102,12 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """The whole matrix: each at rank 0, which writes, and at another: in turn the one in the middle and the last."""
+    """The whole matrix, at rank 0, which writes, and at another in turn; kills and stops at both where it matters.
+
+    The other is in turn the one in the middle and the last.
+    """
     others = itertools.cycle((1, NUM_RANKS - 1))
+    ranks = itertools.cycle((NUM_RANKS - 1, 0, 1, 0))
     for fault, moments, launchers in (
         ("SIGKILL", MOMENTS, ("launch",)),
         ("SIGKILL", ("step", "save"), ("mpirun", "launch over Gloo")),
@@ -127,6 +132,11 @@ def cases() -> Iterator[Case]:
         ("allocate", ("data", "compile"), ("launch",)),
     ):
         for moment, launcher in itertools.product(moments, launchers):
-            yield Case(fault=fault, rank=0, moment=moment, launcher=launcher)
-            if moment not in WRITTEN or FAULTS[fault].signal is not None:  # else what rank 0 alone does
-                yield Case(fault=fault, rank=next(others), moment=moment, launcher=launcher)
+            if moment in WRITTEN and FAULTS[fault].signal is None:
+                at: tuple[int, ...] = (0,)  # which alone comes there
+            elif fault in ("SIGKILL", "SIGSTOP") and moment in AT_BOTH and launcher == "launch":
+                at = (0, next(others))
+            else:
+                at = (next(ranks),)
+            for rank in at:
+                yield Case(fault=fault, rank=rank, moment=moment, launcher=launcher)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import sys
@@ -40,58 +41,38 @@ SIGNALLED = r"rank {rank} .*exited on signal|rank {rank} on {node} is gone"
 LEFT = r"error: .*lost rank {rank} on {node} while this one|due to process rank {rank} .*\n.* exiting improperly"
 
 
-# A slice of the matrix, of which each way of training takes a half: a fault that meets rank 0 in sharded training meets
-# another rank in calls of many steps. What acts within the step is Python, which XLA has not: there the update alone is
-# shared out.
-SLICE = [
-    case
-    for case in cases()
-    if case.launcher == "launch"
-    and case.fault in ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "nan", "quit")
-    and case.moment not in ("setup", "compile")
-    and (case.moment != "step" or case.fault in ("SIGTERM", "nan"))  # which have no other
-]
-MOMENTS = list(dict.fromkeys((case.fault, case.moment) for case in SLICE))
-SHARED_OUT = [case for case in SLICE if (case.rank == 0) == (MOMENTS.index((case.fault, case.moment)) % 2 == 0)]
-IN_CALLS = [case for case in SLICE if case not in SHARED_OUT and case.moment != "step"]
+WAYS = {
+    "": (),
+    ", updates sharded": ("--shard_optimizer", "true", "--jit_compile", "true"),
+    ", many steps in a call": ("--steps_per_call", "3", "--log_every", "100"),
+}
 
 
 def matrix() -> list[Any]:
+    """All cases. Those that the way of training could matter to have each way in turn."""
     found = list(cases())
     missing = BY_DEFAULT - {case.name for case in found}
     assert not missing, f"no such cases: {missing}"
-    return [
-        pytest.param(case, id=case.name, marks=() if case.name in BY_DEFAULT else pytest.mark.slow) for case in found
-    ]
+    ways, parameters = itertools.cycle(WAYS), []
+    for case in found:
+        is_slow = case.name not in BY_DEFAULT
+        way = next(ways) if is_slow and may_depend_on_way(case) else ""
+        marks = [pytest.mark.slow] * is_slow
+        parameters.append(pytest.param(case, WAYS[way], id=f"{case.name}{way}", marks=marks))
+    return parameters
 
 
-@pytest.mark.parametrize("case", matrix())
+def may_depend_on_way(case: Case) -> bool:
+    """Whether ranks sum, wait or save when the fault comes. Within a step it is Python, which XLA has not."""
+    return case.launcher == "launch" and case.moment in ("data", "all-reduce", "evaluation", "save", "end")
+
+
+@pytest.mark.parametrize(("case", "flags"), matrix())
 @pytest.mark.timeout(REACH_SECONDS + LONG_SECONDS + ANSWER_SECONDS + 120)
-def test_a_fault_is_answered(case: Case, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
-    answer(case, tmp_path, record_property)
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SHARED_OUT])
-@pytest.mark.timeout(REACH_SECONDS + LONG_SECONDS + ANSWER_SECONDS + 120)
-def test_a_fault_in_sharded_training_is_answered(
-    case: Case, tmp_path: Path, record_property: Callable[[str, Any], None]
+def test_a_fault_is_answered(
+    case: Case, flags: tuple[str, ...], tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
-    """It goes on in one process, which has all slots."""
-    compiles = () if case.moment == "step" else ("--jit_compile", "true")
-    answer(case, tmp_path, record_property, "--shard_optimizer", "true", *compiles)
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in IN_CALLS])
-@pytest.mark.timeout(REACH_SECONDS + LONG_SECONDS + ANSWER_SECONDS + 120)
-def test_a_fault_in_a_call_of_many_steps_is_answered(
-    case: Case, tmp_path: Path, record_property: Callable[[str, Any], None]
-) -> None:
-    answer(case, tmp_path, record_property, "--steps_per_call", "3", "--log_every", "100")
-    assert (tmp_path / "here-many").exists()
-
-
-def answer(case: Case, tmp_path: Path, record_property: Callable[[str, Any], None], *flags: str) -> None:
-    """Let the fault happen, and see what comes of it."""
+    """A run with sharded updates goes on in one process, which has all slots."""
     out, here = tmp_path / "run", tmp_path / "here"
     is_long = case.fault in ("SIGSTOP", "sleep") and case.moment in ("setup", "compile", "evaluation", "end")
     env = {"RINGTRAIN_TEST_FAULT": hook_of(case), "RINGTRAIN_TEST_HERE": str(here)}
@@ -108,6 +89,7 @@ def answer(case: Case, tmp_path: Path, record_property: Callable[[str, Any], Non
         record_property("answer_seconds", round(time.monotonic() - began, 1))
     assert_answered(case, run, code)
     assert_nothing_is_lost(case, out, tmp_path / "resumed.log", logs_all_steps="--log_every" not in flags)
+    assert "--steps_per_call" not in flags or (tmp_path / "here-many").exists()
     record_property("resumed", case.what.resumes)
 
 

@@ -68,7 +68,6 @@ INJURIES: tuple[Callable[[Run], None], ...] = (kill_rank_0, kill_rank_1, kill_bo
 @pytest.mark.parametrize(
     ("controller", "injuries"),
     [
-        pytest.param("mpi", 2, marks=pytest.mark.slow),
         pytest.param("mpi", 6, marks=pytest.mark.slow),
         pytest.param("gloo", 5, marks=pytest.mark.slow),
     ],

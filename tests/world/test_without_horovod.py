@@ -1,4 +1,7 @@
-"""Training where Horovod is not installed: ranks on cores sum natively, and MPI carries the rest."""
+"""Training where Horovod is not installed: ranks on cores sum natively, and MPI carries the rest.
+
+``test_other_versions.py`` runs the tests of the step, and others, without it.
+"""
 
 import re
 import subprocess
@@ -13,8 +16,6 @@ from tests.world.environments import INSTALL, make_environment
 from tests.world.processes import REPOSITORY, clean_environment, run_command
 from tests.world.running import digest, final_checkpoint
 
-# What trains, sums and joins, on ranks of MPI; what is of Horovod alone is left out.
-CORE = ["tests/world/test_step.py", "tests/world/test_nonfinite.py", "-k", "not gloo and not Gloo"]
 TRAIN = ["-m", "ringtrain", "--steps", "20", "--seed", "1", "--deterministic", "true"]
 
 
@@ -90,15 +91,6 @@ def test_without_a_compiled_library_mpi_carries_all(python: Path, tmp_path: Path
     assert "communication: MPI, and no sum natively: libringtrain.so is not there" in finished.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_the_core_of_the_tests_passes(python: Path) -> None:
-    command = [str(python), "-m", "pytest", "-q", "-m", "", *CORE]
-    finished = run_command(command, env=clean_environment(), timeout=2900, cwd=REPOSITORY)
-    assert finished.rc == 0, finished.stdout[-5000:]
-
-
-# Installs, with its hashes, what stands in a lock.
 # A rank of one of two nodes, as its launcher and its machine would say: NAME PROGRAM...
 ON_NODE = 'hostname "$0"; MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$@"'
 

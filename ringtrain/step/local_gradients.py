@@ -18,7 +18,7 @@ from ringtrain.guard.labels import Labels, find_labels_of
 from ringtrain.run.variables import is_seed_state
 from ringtrain.step.compiled import CompiledFunction
 from ringtrain.step.loss_scale import LossScale
-from ringtrain.step.report import CONTROL_SUMS, NUM_EXTRA_SCALARS
+from ringtrain.step.report import NUM_SUMS, pack_sums
 from ringtrain.step.state import empty_summands, is_integer_or_bool
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
@@ -35,7 +35,7 @@ class StepStructure:
 
 class Forward(NamedTuple):
     gradients: list[tf.Tensor | tf.IndexedSlices]
-    sums: tf.Tensor  # control vector, [CONTROL_SUMS + metrics]
+    sums: tf.Tensor  # control vector, [NUM_SUMS + metrics]
     state: list[tf.Tensor]
     structure: StepStructure
 
@@ -90,7 +90,7 @@ class LocalGradients:
             for v, index_dtype in zip(self._model.trainable_variables, structure.sparse_index_dtypes, strict=True)
         ]
         state = empty_summands(structure.state, zeros)
-        sums = zeros([len(CONTROL_SUMS) + len(structure.metric_names)], self._dtype)
+        sums = zeros([NUM_SUMS + len(structure.metric_names)], self._dtype)
         return Forward(gradients, sums, state, structure)
 
     def _of_samples(
@@ -145,8 +145,7 @@ class LocalGradients:
             gradients.append(gradient)
         structure = self._find_structure(scope, state, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in structure.metric_names]
-        no_extra_scalars = [tf.zeros([], self._dtype)] * NUM_EXTRA_SCALARS
-        sums = tf.stack([count, data_loss_sum, regularization * count, *no_extra_scalars, *metric_sums])
+        sums = pack_sums(count, data_loss_sum, regularization, metric_sums)
         return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
 
     def _require_every_rank(self, calls: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ringtrain.data.batches import Batches
 from ringtrain.data.pipeline import Batch
 from ringtrain.runtime.activity import Phase
-from ringtrain.step.report import index_of
+from ringtrain.step.report import unpack
 from ringtrain.step.train_step import SCALARS, TrainStep, trace
 
 LEARNING_RATES = tf.TensorSpec([None], tf.float64)
@@ -93,7 +93,8 @@ class ManySteps:
                 row = step.train(batch, tf.gather(learning_rates, number), extra_scalars)
             if self._has_clock:
                 input_sec += end[1] - begin[1]
-            continues = (row[index_of("is_finite")] > 0) & (row[index_of("stop_votes")] == 0)
+            report = unpack(row, step.metric_names)
+            continues = (report.is_finite > 0) & (report.stop_votes == 0)
             return number + 1, continues, rows.write(number, row), input_sec, *([] if can_read_again else [batch])
 
         rows = tf.TensorArray(returned.dtype, size=limit, element_shape=returned.shape)

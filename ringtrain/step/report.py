@@ -1,76 +1,72 @@
-"""The numbers that a training step returns."""
+"""The numbers of a training step, which it returns in one vector."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
-# Sums over all samples, followed by the metrics'. Regularization is weighted by samples: its mean is its value.
-CONTROL_SUMS = ("samples", "data_loss", "regularization", "stop_votes", "next_samples")
-NUM_EXTRA_SCALARS = 2  # the last two of CONTROL_SUMS: votes to stop, samples of the next step
-# Follow the control vector; equal on all ranks except the last two. communication_sec: wait after this rank's last
-# gradient; 0 if not timed.
-STEP_FACTS = (
-    "is_finite", "gradient_norm", "learning_rate", "loss_scale", "divergent_state", "local_data_loss",
-    "communication_sec",
-)  # fmt: skip
+
+class StepReport(NamedTuple):
+    """Numbers in the order of the vector; those before ``is_finite`` are sums over all samples (the control vector)."""
+
+    samples: Any
+    data_loss_sum: Any
+    regularization_sum: Any  # weighted by samples: its mean is its value
+    stop_votes: Any
+    next_samples: Any  # of the next step, if not planned
+    metric_sums: Mapping[str, Any]
+    is_finite: Any  # 0: not updated, as a loss or gradient was not finite on some rank
+    gradient_norm: Any  # Euclidean, of the reduced gradient
+    learning_rate: Any
+    loss_scale: Any  # mixed_float16; otherwise 1
+    divergent_state: Any  # see ``from_sums``
+    local_data_loss: Any  # sum over this rank's samples
+    communication_sec: Any  # this rank's wait after its last gradient; 0 if not timed
+
+    @property
+    def loss(self) -> float:
+        """``data_loss`` plus regularization."""
+        return shortest(self.data_loss_sum / self.samples + self.regularization_sum / self.samples)
+
+    @property
+    def data_loss(self) -> float:
+        return shortest(self.data_loss_sum / self.samples)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: shortest(total / self.samples) for name, total in self.metric_sums.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    samples: int
-    loss: float  # data_loss plus regularization
-    data_loss: float
-    metrics: dict[str, float]
-    is_finite: bool  # False: not updated, as a loss or gradient was not finite on some rank
-    gradient_norm: float  # Euclidean, of the reduced gradient
-    learning_rate: float
-    loss_scale: float  # mixed_float16; otherwise 1
-    local_data_loss: float  # sum over this rank's samples
+NUM_SUMS = StepReport._fields.index("metric_sums")
+NUM_EXTRA_SCALARS = 2  # stop_votes and next_samples, which the caller of the step adds
+FACTS = StepReport._fields[NUM_SUMS + 1 :]
 
 
-Returned: TypeAlias = "tf.Tensor | npt.NDArray[Any]"  # control vector and facts of a step
+def pack_sums(count: tf.Tensor, data_loss: tf.Tensor, regularization: tf.Tensor, metrics: Sequence[Any]) -> tf.Tensor:
+    no_extra_scalars = [tf.zeros([], count.dtype)] * NUM_EXTRA_SCALARS
+    return tf.stack([count, data_loss, regularization * count, *no_extra_scalars, *metrics])
 
 
-def read_report(returned: Returned, metric_names: Sequence[str]) -> StepReport:
-    values = np.asarray(returned)
-    num_sums = len(values) - len(STEP_FACTS)
-    sums, facts = values[:num_sums], dict(zip(STEP_FACTS, values[num_sums:], strict=True))
-    samples = int(sums[0])
-    data_loss, regularization, _, _, *metrics = (_shortest(value / sums[0]) for value in sums[1:])
-    return StepReport(
-        samples=samples,
-        loss=_shortest(values.dtype.type(data_loss) + values.dtype.type(regularization)),
-        data_loss=data_loss,
-        metrics=dict(zip(metric_names, metrics, strict=True)),
-        is_finite=bool(facts["is_finite"]),
-        gradient_norm=_shortest(facts["gradient_norm"]),
-        learning_rate=_shortest(facts["learning_rate"]),
-        loss_scale=float(facts["loss_scale"]),
-        local_data_loss=float(facts["local_data_loss"]),
-    )
+def add_extra_scalars(sums: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
+    padding = [NUM_SUMS - NUM_EXTRA_SCALARS, sums.shape[0] - NUM_SUMS]
+    return sums + tf.pad(tf.cast(extra_scalars, sums.dtype), [padding])
 
 
-def index_of(name: str) -> int:
-    """Index of a number in what a step returns."""
-    return CONTROL_SUMS.index(name) if name in CONTROL_SUMS else STEP_FACTS.index(name) - len(STEP_FACTS)
+def pack(sums: tf.Tensor, *, local_sums: tf.Tensor, **facts: tf.Tensor) -> tf.Tensor:
+    facts["local_data_loss"] = local_sums[StepReport._fields.index("data_loss_sum")]
+    return tf.concat([sums, tf.stack([tf.cast(facts[name], sums.dtype) for name in FACTS])], axis=0)
 
 
-def read_value(returned: Returned, name: str) -> float:
-    return float(np.asarray(returned)[index_of(name)])
+def unpack(vector: Any, metric_names: Sequence[str]) -> StepReport:
+    """``vector``: in a graph, or on the host; [numbers] of a step or [numbers, steps]."""
+    values = [vector[index] for index in range(vector.shape[0])]
+    metric_sums = dict(zip(metric_names, values[NUM_SUMS : -len(FACTS)], strict=True))
+    return StepReport._make([*values[:NUM_SUMS], metric_sums, *values[-len(FACTS) :]])
 
 
-def read_loss(returned: Returned) -> float:
-    samples, data_loss, regularization, *_ = np.asarray(returned)
-    return float((data_loss + regularization) / samples)
-
-
-def _shortest(value: Any) -> float:
+def shortest(value: Any) -> float:
     """Shortest equal decimal: 0.1, not 0.10000000149."""
     return float(str(value)) if math.isfinite(value) else float(value)

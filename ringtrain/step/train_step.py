@@ -25,14 +25,7 @@ from ringtrain.step.compiled import MAX_NAMED
 from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.optimizers import WeightAverages
-from ringtrain.step.report import (
-    CONTROL_SUMS,
-    NUM_EXTRA_SCALARS,
-    STEP_FACTS,
-    Returned,
-    StepReport,
-    read_report,
-)
+from ringtrain.step.report import NUM_EXTRA_SCALARS, NUM_SUMS, StepReport, add_extra_scalars, pack, unpack
 from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.step.state import from_sums, to_summands
 from ringtrain.workloads.base import Workload
@@ -204,8 +197,9 @@ class TrainStep:
             v.path for v, is_finite in zip(self.model.trainable_variables, are_finite, strict=True) if not is_finite
         ]
 
-    def read(self, returned: Returned) -> StepReport:
-        return read_report(returned, self.metric_names)
+    def read(self, returned: Any) -> StepReport:
+        """``returned``: by a call, or one column for each step."""
+        return unpack(np.asarray(returned), self.metric_names)
 
     def _train_samples(
         self, batch: Batch, learning_rate: tf.Tensor, extra_scalars: tf.Tensor
@@ -229,15 +223,11 @@ class TrainStep:
         return tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values])
 
     def _reduce_and_update(self, forward: Forward, learning_rate: tf.Tensor, extra_scalars: tf.Tensor) -> tf.Tensor:
-        end = len(CONTROL_SUMS)
-        extra_scalars = tf.pad(
-            tf.cast(extra_scalars, self._dtype), [[end - NUM_EXTRA_SCALARS, forward.sums.shape[0] - end]]
-        )
         reduce = self._reduction if self.sharded is None else self.sharded.reduce
         # TensorFlow runs stateful operations (clock, native sums) in this order.
         begin = moment_after([*forward.state, *forward.gradients]) if self.times_communication else None
         gradients, gradients_finite, scaled_norm, sums, state_sums = reduce(
-            forward.gradients, forward.sums + extra_scalars, forward.state
+            forward.gradients, add_extra_scalars(forward.sums, extra_scalars), forward.state
         )
         values, divergent = from_sums(state_sums, forward.structure.state)
         communication_sec = tf.constant(0.0, tf.float64)
@@ -245,7 +235,7 @@ class TrainStep:
             communication_sec = moment_after([sums, *state_sums, *gradients]) - begin
         assert sums is not None
         is_finite = gradients_finite
-        for each in [sums[:end], *state_sums]:  # a metric may be NaN, such as 0 / 0
+        for each in [sums[:NUM_SUMS], *state_sums]:  # a metric may be NaN, such as 0 / 0
             is_finite &= tf.reduce_all(tf.math.is_finite(each))
         scale = self.loss_scale.value
         if not self._follows_schedule:  # MultiOptimizer has no rate itself
@@ -267,16 +257,16 @@ class TrainStep:
         updated = tf.cond(is_finite & (divergent == 0), update, lambda: tf.constant(False))
         self.loss_scale.adapt(is_finite)
         norm = tf.cast(scaled_norm, self._dtype) / tf.cast(scale, self._dtype)
-        facts = {
-            "is_finite": updated,
-            "gradient_norm": norm,
-            "learning_rate": learning_rate,
-            "loss_scale": scale,
-            "divergent_state": divergent,
-            "local_data_loss": forward.sums[1],
-            "communication_sec": communication_sec,
-        }
-        return tf.concat([sums, tf.stack([tf.cast(facts[name], self._dtype) for name in STEP_FACTS])], axis=0)
+        return pack(
+            sums,
+            local_sums=forward.sums,
+            is_finite=updated,
+            gradient_norm=norm,
+            learning_rate=learning_rate,
+            loss_scale=scale,
+            divergent_state=divergent,
+            communication_sec=communication_sec,
+        )
 
 
 def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:

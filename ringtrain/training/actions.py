@@ -23,7 +23,7 @@ from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.rules import list_first
 from ringtrain.run.directory import RunDirectoryError
 from ringtrain.runtime.activity import Phase, set_phase
-from ringtrain.step.report import StepReport
+from ringtrain.step.report import StepReport, shortest
 from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
@@ -84,8 +84,8 @@ class Log(Action):
         values = {
             "loss": report.loss,
             "data_loss": report.data_loss,
-            "lr": report.learning_rate,
-            "gradient_norm": report.gradient_norm,
+            "lr": shortest(report.learning_rate),
+            "gradient_norm": shortest(report.gradient_norm),
             "examples_per_sec": round(examples_per_sec, 1),
             "sec_per_step": round(sec_per_step, 6),
             **report.metrics,

@@ -6,7 +6,7 @@ import collections
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -19,7 +19,6 @@ from ringtrain.guard.labels import CHECKED_STEPS
 from ringtrain.run.directory import find_events
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
-from ringtrain.step.report import Returned, index_of, read_loss, read_value
 from ringtrain.training.actions import (
     Action,
     CheckReplicas,
@@ -185,7 +184,7 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
 class Trained(NamedTuple):
     step: int
     batch: Batch
-    returned: Returned
+    returned: Any
     is_last: bool
 
 
@@ -199,7 +198,7 @@ def train_step(job: Job, session: RunSession, step: int, batch: Batch) -> Traine
         is_stop_wanted, next_count = session.requests.is_pending, batches.next_local_count
         learning_rate = job.plan.learning_rate_of(step)
         returned = job.step(batch, learning_rate, is_stop_wanted=is_stop_wanted, next_count=next_count)
-    batches.note(lambda: read_value(returned, "next_samples"))
+    batches.note(lambda: float(job.step.read(returned).next_samples))
     return Trained(step, batch, returned, batches.is_last(step))
 
 
@@ -223,7 +222,7 @@ def train_many_steps(job: Job, session: RunSession, step: int, num_steps: int) -
             raise
     job.times.note_input(input_sec)
     batches.skip(len(rows))
-    job.times.note_communication(float(rows[:-1, index_of("communication_sec")].sum()))
+    job.times.note_communication(float(job.step.read(rows[:-1].T).communication_sec.sum()))
     if len(rows) > 1:
         session.progress.skipped_in_a_row = 0
     last = step + len(rows)
@@ -251,20 +250,19 @@ def settle(
 ) -> Ending | None:
     """Read a step's result, and run due actions."""
     step, batch, returned, is_last = trained
-    guard.check(step, batch, returned)
-    job.times.note_communication(read_value(returned, "communication_sec"))
+    report = job.step.read(returned)
+    guard.check(step, batch, report)
+    job.times.note_communication(float(report.communication_sec))
     if not job.step.local_gradients.needs_every_rank:  # else it waits for others within the model as well
         activity.set_step_times(*job.times.with_and_without_waits)
     if session.console.is_terminal:
-        session.console.loss(read_loss(returned))
-    is_stopped = bool(read_value(returned, "stop_votes")) and not is_last
+        session.console.loss(report.loss)
+    is_stopped = bool(report.stop_votes) and not is_last
     ending = Ending.PREEMPTED if is_stopped else last_ending
     due = [action for action in actions if action.is_due(step, is_last=is_last)]
     due = [action for action in due if not (ending and action.needs_weights)]
-    if due:
-        report = job.step.read(returned)
-        for action in due:
-            ending = action.act(step, batch, report) or ending
+    for action in due:
+        ending = action.act(step, batch, report) or ending
     return ending
 
 

@@ -20,7 +20,7 @@ from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import make_directory
 from ringtrain.messages.rules import list_first
 from ringtrain.step.loss_scale import MIN_LOSS_SCALE
-from ringtrain.step.report import Returned, StepReport, read_value
+from ringtrain.step.report import StepReport
 from ringtrain.step.state import require_equal_state
 from ringtrain.training.job import Job
 from ringtrain.training.session import RunSession
@@ -54,13 +54,12 @@ class NonfiniteGuard:
     def __init__(self, job: Job, session: RunSession) -> None:
         self._job, self._session, self._num_kept = job, session, 0
 
-    def check(self, step: int, batch: Batch, returned: Returned) -> None:
+    def check(self, step: int, batch: Batch, report: StepReport) -> None:
         """Raise DivergedError if the run must stop, UsageError for model state with different integers on the ranks."""
-        if read_value(returned, "is_finite"):
+        if report.is_finite:
             self._session.progress.skipped_in_a_row = 0
             return
-        require_equal_state(int(read_value(returned, "divergent_state")), self._job.step.state, step)
-        report = self._job.step.read(returned)
+        require_equal_state(int(report.divergent_state), self._job.step.state, step)
         if self._is_overflow(report):
             return  # normal search of the loss scale, which was halved
         self._session.progress.skipped_in_a_row += 1
@@ -83,7 +82,7 @@ class NonfiniteGuard:
         """Collective."""
         collective = self._job.collective
         gpus = tf.config.get_visible_devices("GPU")
-        total, count = report.local_data_loss, batch.indices.shape[0]
+        total, count = float(report.local_data_loss), batch.indices.shape[0]
         mine = RankReport(
             node=collective.world.node,
             device=f"GPU {gpus[0].name.rpartition(':')[2]}" if gpus else "its cores",

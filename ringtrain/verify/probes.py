@@ -62,7 +62,7 @@ def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:
     if rank == chosen:
         for variable, number in zip(spoiled, kept, strict=True):
             variable.assign(number)
-    if all(all_gather_object(collective, report.is_finite, name="nonfinite/votes")):
+    if all(all_gather_object(collective, bool(report.is_finite), name="nonfinite/votes")):
         return report_by_rank(collective, find_nan(step.named_variables), "has NaN in {}")  # a loss may hide it
     changed = [
         name

@@ -20,7 +20,7 @@ from ringtrain.data.sources import ArraySource, from_arrays
 from ringtrain.errors import DataError, DivergedError
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Note, Phase
-from ringtrain.step.report import index_of
+from ringtrain.step.report import FACTS
 from ringtrain.training import calls, loop
 from ringtrain.training.actions import Action, Ending
 from ringtrain.training.job import create_job
@@ -106,7 +106,7 @@ def train(
 
     def note(step: int, returned: Any) -> None:
         row = np.array(returned)
-        row[index_of("communication_sec")] = 0
+        row[FACTS.index("communication_sec") - len(FACTS)] = 0
         rows.append((step, row.tobytes()))
 
     def train_one(job: Any, session: Any, step: int, batch: Any) -> Any:

@@ -13,7 +13,6 @@ from ringtrain.data.sources import from_arrays
 from ringtrain.errors import DivergedError
 from ringtrain.guard.replicas import require_finite_values
 from ringtrain.run.variables import broadcast_variables
-from ringtrain.step.report import read_value
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.training.session import RunSession
@@ -86,9 +85,9 @@ def test_a_metric_that_is_no_number_stops_no_step(collective: Collective, accumu
     config = Config(global_batch_size=NUM_SAMPLES, steps=1, accumulate=accumulate)
     job = create_job(NothingOfNothing(), config, collective, num_threads=1)
     broadcast_variables(job.step.variables, collective)
-    returned = job.step(next(iter(job.batches)), learning_rate=0.1)
-    assert read_value(returned, "is_finite")
-    assert np.isnan(job.step.read(returned).metrics["precision"])
+    report = job.step.read(job.step(next(iter(job.batches)), learning_rate=0.1))
+    assert report.is_finite
+    assert np.isnan(report.metrics["precision"])
 
 
 @pytest.mark.parametrize("on_all", [True, False])

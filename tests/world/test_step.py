@@ -21,7 +21,7 @@ from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Note, Phase
 from ringtrain.runtime.world import World
 from ringtrain.step.loss_scale import INITIAL_LOSS_SCALE, LossScale
-from ringtrain.step.report import StepReport, read_value
+from ringtrain.step.report import StepReport
 from ringtrain.step.train_step import TrainStep
 from ringtrain.training.evaluation import EvalReport, EvalStep, evaluate, evaluation_batches
 from ringtrain.training.job import create_job
@@ -226,8 +226,8 @@ def test_a_vote_of_one_rank_reaches_all_in_steps_and_evaluations(collective: Col
     step = create_step(collective, regularised_model, OPTIMIZERS["momentum"], batches.element_spec)
     is_last = collective.world.rank == collective.world.size - 1
     quiet, asked = (step(batch, 0.1, is_stop_wanted=is_last and bool(batch.step)) for batch in batches)
-    assert not read_value(quiet, "stop_votes")
-    assert read_value(asked, "stop_votes")
+    assert not step.read(quiet).stop_votes
+    assert step.read(asked).stop_votes
     eval_step = eval_step_of(step, collective, batches.element_spec)
     for global_batch_size in (1, 5):  # with one sample, the rank that votes has none
         answers = iter([False, True])
@@ -372,7 +372,6 @@ def test_a_nonfinite_step_on_any_rank_changes_nothing_on_all(collective: Collect
     for bad_rank in range(world.size):
         for kind in ("nan", "inf", "gradient"):
             returned = step(batch(1, bad_rank, kind), 0.05)
-            assert not read_value(returned, "is_finite")
             assert not step.read(returned).is_finite
             assert bits_of(step.variables) == before, f"{kind} on rank {bad_rank}"
     assert step.read(step(batch(1), 0.1)).is_finite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -24,7 +25,6 @@ from ringtrain.runtime.world import World
 log = logging.getLogger("ringtrain")
 STALL_SECONDS = 60.0  # as in Horovod's stall check
 BACKENDS = ("auto", "horovod")
-_all_ranks: Collective | None = None
 _backend = "auto"
 _cores = ""
 
@@ -76,13 +76,11 @@ class ProcessSetCollective(HorovodCollective):
             return hvd.allgather(tensor, name=_last_part(name), ignore_name_scope=True, process_set=self._process_set)
 
 
+@functools.cache
 def all_ranks() -> Collective:
     """Return the collective of all ranks, native if possible. The first call is collective."""
-    global _all_ranks
-    if _all_ranks is None:
-        with tf.init_scope():
-            _all_ranks = with_native_sums(ProcessSetCollective(), stall_seconds=STALL_SECONDS)
-    return _all_ranks
+    with tf.init_scope():
+        return with_native_sums(ProcessSetCollective(), stall_seconds=STALL_SECONDS)
 
 
 def wants_native_sums() -> bool:
@@ -96,11 +94,12 @@ def is_elastic() -> bool:
 
 def choose_backend(backend: str) -> None:
     """Connections remain unless Horovod was shut down."""
-    global _all_ranks, _backend
+    global _backend
     if backend not in BACKENDS:
         raise UsageError(f"backend is {backend!r}; ringtrain.keras.init() takes {' or '.join(map(repr, BACKENDS))}.")
     if backend != _backend or not hvd.is_initialized():
-        _all_ranks, _backend = None, backend
+        all_ranks.cache_clear()
+        _backend = backend
 
 
 def note_cores(words: str) -> None:

@@ -46,7 +46,7 @@ def check_distributed(optimizer: Any) -> None:
     It raises if this process, or for weights of an earlier distributed ``fit``, this ``fit``, has reduced no gradients.
     """
     # Gradients may be reduced already, or the model be this rank's own.
-    may_apply_alone = TrainingGuard.has_reduced() if TrainingGuard.goes_on else GradientReduction.calls > 0
+    may_apply_alone = GradientReduction.calls > TrainingGuard.earlier_reductions
     if isinstance(optimizer, Distributed) or is_applying.get() or may_apply_alone:
         return
     if not hvd.is_initialized() or hvd.size() == 1:
@@ -66,29 +66,25 @@ class TrainingGuard(keras.callbacks.Callback):
     ends early contributes zeros until all have joined; then the numbers of batches are compared.
     """
 
-    reductions_before: ClassVar[int] = 0
-    goes_on: ClassVar[bool] = False  # the weights were trained by an earlier distributed fit
+    earlier_reductions: ClassVar[int] = 0  # before this fit, if an earlier distributed one has trained its weights
     batches_before: ClassVar[int] = 0  # of the resumed epoch; set by callbacks.Run
     trained_together: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+    trained_by_tape: ClassVar[weakref.WeakSet[keras.Model]] = weakref.WeakSet()
 
     def __init__(self, *, has_audit: bool = False) -> None:
         super().__init__()
         self._has_audit = has_audit
         self._collective: ProcessSetCollective | None = None  # None: this fit is not distributed
         self._exchange: Exchange | None = None
-        self._num_batches = 0
-        self._num_epochs = 0
-
-    @classmethod
-    def has_reduced(cls) -> bool:
-        return GradientReduction.calls > cls.reductions_before
+        self._num_batches = self._num_epochs = self._reductions_before = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        TrainingGuard.reductions_before = GradientReduction.calls
+        self._reductions_before = GradientReduction.calls
         distributed = find_distributed(self.model.optimizer)
         self._exchange = distributed.exchange if distributed else None
         weights = {id(weight): weight for weight in self.model.trainable_variables}
-        TrainingGuard.goes_on = bool(weights.keys() & self.trained_together.keys())
+        are_trained = weights.keys() & self.trained_together.keys()
+        TrainingGuard.earlier_reductions = self._reductions_before if are_trained else 0
         if self._exchange is not None:
             self.trained_together.update(weights)
         self._collective = self._connect()
@@ -117,7 +113,7 @@ class TrainingGuard(keras.callbacks.Callback):
         return may_sum_natively
 
     def on_train_end(self, logs: Any = None) -> None:
-        TrainingGuard.goes_on = False
+        TrainingGuard.earlier_reductions = 0
         if self._exchange is not None:
             self._exchange.end_fit()
         self._require_same_way_on(is_end=True)
@@ -139,9 +135,9 @@ class TrainingGuard(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._collective is None:
-            if self._exchange is None and self.has_reduced():  # in a user's train_step, by a tape
-                _trained_by_tape.add(self.model)  # only a trace shows it
-            if self._exchange is None and self.model in _trained_by_tape and Exchange.spans_world:
+            if self._exchange is None and GradientReduction.calls > self._reductions_before:  # by a user's tape
+                self.trained_by_tape.add(self.model)  # only a trace shows it
+            if self._exchange is None and self.model in self.trained_by_tape and Exchange.spans_world:
                 self._require_same_weights(ProcessSetCollective(), epoch)
             return
         assert self._exchange is not None
@@ -227,9 +223,6 @@ class TrainingGuard(keras.callbacks.Callback):
 def _say_once(line: str) -> None:
     """Print: the logger shows warnings only."""
     print(f"ringtrain.keras: {line}", file=sys.stderr, flush=True)
-
-
-_trained_by_tape: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 STOP_REMEDY = (

@@ -109,7 +109,7 @@ class Evaluate(Action):
                 return Ending.PREEMPTED
             self.last = result
             progress.note_evaluation(step, result.values[config.best_metric], config.best_direction)
-            if self._session.directory is not None:
+            if self._job.collective.world.is_rank0:
                 self._record(step, result, seconds=time.perf_counter() - start)
         gives_up = 0 < config.stop_after <= progress.evaluations_without_best
         return Ending.EARLY if gives_up else None

@@ -115,7 +115,7 @@ def describe(job: Job, session: RunSession) -> None:
     )
     if job.plan.first_step:
         line(f"resuming from the checkpoint of step {job.plan.first_step}")
-    data = digest_contents(job.contents) if session.directory is not None else {}
+    data = digest_contents(job.contents) if job.collective.world.is_rank0 else {}
     warn_of_other_data(job, data, session)
     session.write_start(
         job.step.model,

@@ -88,7 +88,7 @@ def opened_together(
     with show_log(console.line):
         set_phase(Phase.OPEN, takes_long=True)
         start = Start(**run_on_rank0(collective, open_on_rank0, name="run_directory"))
-        run = opened[0] if opened else None
+        run = opened[0] if collective.world.is_rank0 else None
         directory = run.directory if run else None
         watchdog.write_by(
             write_end=functools.partial(write_end_at_hang, directory, start),

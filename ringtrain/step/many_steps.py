@@ -14,11 +14,10 @@ import tensorflow as tf
 from ringtrain.data.batches import Batches
 from ringtrain.data.pipeline import Batch
 from ringtrain.runtime.activity import Phase
-from ringtrain.step.report import unpack
-from ringtrain.step.train_step import SCALARS, TrainStep, trace
+from ringtrain.step.report import EXTRA_SCALARS, unpack
+from ringtrain.step.train_step import TrainStep, trace
 
 LEARNING_RATES = tf.TensorSpec([None], tf.float64)
-_, EXTRA_SCALARS = SCALARS
 
 
 class ManySteps:

@@ -42,6 +42,7 @@ class StepReport(NamedTuple):
 
 NUM_SUMS = StepReport._fields.index("metric_sums")
 NUM_EXTRA_SCALARS = 2  # stop_votes and next_samples, which the caller of the step adds
+EXTRA_SCALARS = tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64)
 FACTS = StepReport._fields[NUM_SUMS + 1 :]
 
 

@@ -25,14 +25,14 @@ from ringtrain.step.compiled import MAX_NAMED
 from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.optimizers import WeightAverages
-from ringtrain.step.report import NUM_EXTRA_SCALARS, NUM_SUMS, StepReport, add_extra_scalars, pack, unpack
+from ringtrain.step.report import EXTRA_SCALARS, NUM_SUMS, StepReport, add_extra_scalars, pack, unpack
 from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.step.state import from_sums, to_summands
 from ringtrain.workloads.base import Workload
 
 Found = TypeVar("Found")
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-SCALARS = (tf.TensorSpec([], tf.float64), tf.TensorSpec([NUM_EXTRA_SCALARS], tf.float64))
+SCALARS = (tf.TensorSpec([], tf.float64), EXTRA_SCALARS)
 
 
 class TrainStep:

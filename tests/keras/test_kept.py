@@ -204,7 +204,6 @@ MID_EPOCH, END_OF_EPOCH = BATCHES + 2, 3 * BATCHES
 @pytest.mark.parametrize(
     ("kind", "stop_at"),
     [
-        ("shuffled", END_OF_EPOCH),
         ("shuffled by threads", MID_EPOCH),
         ("shuffled by the user", END_OF_EPOCH),
         pytest.param("shuffled by threads", END_OF_EPOCH, marks=pytest.mark.slow),

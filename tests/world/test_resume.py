@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
 def test_a_run_killed_at_random_moments_ends_bit_equal(kills: int, undisturbed: Path, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**6)

@@ -48,7 +48,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
             [STEP, "-k", f"{FEW} and (n_ranks or sparse or overflow)"],
         ],
     ),
-    "averages": ("step/averages.py", [[STEP, "-k", f"{FEW} and averages"]]),
+    "optimizers": ("step/optimizers.py", [["tests/unit/test_fused.py"], [STEP, "-k", f"{FEW} and averages"]]),
     "loss_scale": ("step/loss_scale.py", [[STEP, "-k", f"{FEW} and (loss_scale or first_values)"]]),
     "evaluation": (
         "training/evaluation.py",

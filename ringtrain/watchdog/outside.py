@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import subprocess
+import threading
 
 from ringtrain.errors import HangError
 from ringtrain.runtime.processes import read_process, start_aside
@@ -19,7 +20,7 @@ from ringtrain.runtime.run_record import record_end
 
 # Of the permitted silence; at 1 the others leave, and the launcher ends this rank.
 STACKS_FACTOR, KILL_FACTOR = 0.9, 1.5
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS, RECORD_SECONDS = 2.0, 5.0
 
 
 class Outside:
@@ -80,8 +81,11 @@ def main(name: str, stacks_signal: str) -> None:
                 f"{name} {doing}; no other thread of it has run for {silent:.0f} s: a call holds Python's lock, or the "
                 "process cannot run at all. It was killed."
             )
-            record_end({"event": "end", "status": "hang", "exit_code": HangError.exit_code, "message": message})
             print_line(f"ringtrain: error: {message}\n")
+            record = {"event": "end", "status": "hang", "exit_code": HangError.exit_code, "message": message}
+            recorder = threading.Thread(target=record_end, args=[record], daemon=True)
+            recorder.start()
+            recorder.join(RECORD_SECONDS)  # its file system may hang, too
             send(parent, signal.SIGKILL)
             return
 

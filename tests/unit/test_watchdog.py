@@ -168,6 +168,29 @@ def test_a_call_that_holds_pythons_lock_is_ended_from_outside(run: Start) -> Non
     assert json.loads((program.told / "end.json").read_text())["exit_code"] == 6
 
 
+HUNG_RECORD = """
+import os, time
+from ringtrain.watchdog import outside
+
+outside.RECORD_SECONDS, outside.record_end = 0.3, lambda values: time.sleep(60)
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.dup2(reader, 0)
+    os.close(writer)
+    outside.main("rank 0 on n1", "0")
+    os._exit(0)
+os.write(writer, b"0.2 is in step 7\\n")
+time.sleep(30)
+"""
+
+
+def test_a_rank_is_killed_though_its_last_record_hangs() -> None:
+    command = [sys.executable, "-c", HUNG_RECORD]
+    finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20)
+    assert finished.returncode == -signal.SIGKILL
+    assert "rank 0 on n1 is in step 7; no other thread of it has run for 0 s: a call" in finished.stderr
+
+
 def test_progress_is_not_interrupted(run: Start) -> None:
     body = "move_for(1.5)\nfor _ in range(6): time.sleep(0.25); activity.move()"
     code, out, err = run(f"{body}\nwatchdog.begin_leaving(0)\nwatchdog.stop()\nprint('ENDED')").end()

@@ -96,6 +96,10 @@ class Progress:
             self.evaluations_without_best += 1
         return is_best
 
+    def gives_up_after(self, evaluations: int) -> bool:
+        """Whether so many evaluations in a row were no new best; never after 0."""
+        return 0 < evaluations <= self.evaluations_without_best
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:

@@ -111,8 +111,7 @@ class Evaluate(Action):
             progress.note_evaluation(step, result.values[config.best_metric], config.best_direction)
             if self._job.collective.world.is_rank0:
                 self._record(step, result, seconds=time.perf_counter() - start)
-        gives_up = 0 < config.stop_after <= progress.evaluations_without_best
-        return Ending.EARLY if gives_up else None
+        return Ending.EARLY if progress.gives_up_after(config.stop_after) else None
 
     def _record(self, step: int, result: EvalReport, *, seconds: float) -> None:
         set_phase(Phase.LOG, step)

@@ -230,11 +230,12 @@ def train_many_steps(job: Job, session: RunSession, step: int, num_steps: int) -
 
 
 def catch_up(job: Job, session: RunSession, actions: Sequence[Action]) -> Ending | None:
-    """Run the evaluation that an earlier process did not finish."""
+    """Run the evaluation that an earlier process did not finish, or stop early by one after which it was killed."""
     step = job.plan.first_step
-    is_last = job.batches.is_last(step)
-    if not step or session.progress.evaluated_step == step or not job.is_evaluation_due(step, is_last=is_last):
+    if not step or not job.is_evaluation_due(step, is_last=job.batches.is_last(step)):
         return None
+    if session.progress.evaluated_step == step:
+        return Ending.EARLY if session.progress.gives_up_after(job.config.stop_after) else None
     endings = [action.act(step) for action in actions if isinstance(action, CheckReplicas | Evaluate | Save)]
     activity.set_phase(Phase.DATA, step + 1, takes_long=True)
     return next((ending for ending in endings if ending), None)

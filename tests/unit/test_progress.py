@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict
 from typing import Literal
+from unittest import mock
 
 import pytest
 
@@ -42,6 +43,20 @@ def test_evaluations_since_the_best_are_counted() -> None:
         assert progress.evaluated_step == step
         counts.append(progress.evaluations_without_best)
     assert counts == [1, 0, 1, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize(("evaluated_step", "evaluations"), [(8, 3), (8, 2), (4, 3)])
+def test_a_run_killed_between_its_last_evaluation_and_its_end_stops_early(
+    evaluated_step: int, evaluations: int
+) -> None:
+    """Its checkpoint holds the evaluation; not where more may follow, or where that of this step is missing."""
+    from ringtrain.training.actions import Ending
+    from ringtrain.training.loop import catch_up
+
+    progress = Progress(evaluated_step=evaluated_step, evaluations_without_best=evaluations)
+    job = mock.Mock(plan=mock.Mock(first_step=8), config=mock.Mock(stop_after=3))
+    found = catch_up(job, mock.Mock(progress=progress), [])
+    assert found is (Ending.EARLY if (evaluated_step, evaluations) == (8, 3) else None)
 
 
 def test_an_evaluation_keeps_the_other_counters() -> None:

@@ -15,7 +15,7 @@ from ringtrain.config import Config, make_config, to_plain
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
 from ringtrain.messages.rules import merge_options
-from ringtrain.runtime.devices import start_tensorflow
+from ringtrain.runtime.devices import open_device, start_tensorflow
 from ringtrain.runtime.shutdown import note_exit_code, watch_end
 from ringtrain.runtime.stdio import keep_streams
 from ringtrain.runtime.world import World, read_world
@@ -86,6 +86,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
             "can be given neither its own GPU nor its own cores. Call it first; what makes tensors belongs into the "
             "methods of the workload."
         ) from error
+    open_device(device, world)
     return Prepared(instance, config, plan, device)
 
 

@@ -12,6 +12,7 @@ from a preset (dgxa100, dgxh100, dgx1, dgx1v, dgx2, p4d, roce25, tcp25, tcp10), 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
@@ -116,8 +117,8 @@ def main(arguments: Sequence[str], world: World) -> int:
 
 def check(options: Options) -> None:
     for name in POSITIVE:
-        if (value := getattr(options, name)) is not None and value <= 0:
-            raise UsageError(f"{name} is {value}; it must be more than 0.")
+        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} is {value}; it must be a number above 0.")
     if options.nodes > MAX_NODES:
         raise UsageError(f"nodes is {options.nodes}; it must be at most {MAX_NODES}.")
     devices, batch = options.nodes * options.cluster.devices_per_node, options.global_batch_size

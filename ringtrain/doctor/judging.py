@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from ringtrain.doctor.facts import Facts, Stack
 from ringtrain.messages.hiding import RENAME
+from ringtrain.runtime.devices import SHARED_MEMORY_BYTES_PER_RANK
 from ringtrain.runtime.machine import format_cores
 from ringtrain.runtime.srun import HOROVODRUN
 from ringtrain.runtime.world import GLOO_LAUNCHER
@@ -25,8 +26,6 @@ HOROVOD = "0.28.1"
 GIB, MIB, KIB = 2**30, 2**20, 2**10
 # Measured: digits peaks at 0.6 GiB on a core.
 MEMORY_PER_RANK = 1 * GIB
-# Open MPI 4.1's shared memory per rank (btl_vader_segment_size).
-SHM_PER_RANK = 4 * MIB
 # One NCCL buffer between GPUs without peer access: 9637888 bytes, from its error messages; each GPU has several. NCCL's
 # user guide (Troubleshooting, Shared Memory) asks for 1 GiB in all.
 SHM_PER_NCCL_BUFFER = 10 * MIB
@@ -255,7 +254,7 @@ def judge_shm(facts: Facts) -> Finding:
     hardware, world, seen = facts.hardware, facts.world, facts.stack.visible_gpus
     has_gpus = seen > 1 or (seen > 0 and world.local_size > 1)
     ranks = world.local_size if world.size > 1 else seen or max(len(hardware.cores), 2)
-    needed = ranks * (SHM_PER_GPU if has_gpus else SHM_PER_RANK)
+    needed = ranks * (SHM_PER_GPU if has_gpus else SHARED_MEMORY_BYTES_PER_RANK)
     remedy = f"at least {max(needed, 64 * MIB) // MIB} MiB: docker run --shm-size=1g, or mount -o remount,size=1g"
     if not hardware.shared_memory_bytes:
         return Finding("broken" if has_gpus else "warning", "not there", remedy)

@@ -31,8 +31,9 @@ class Console:
         self.block(escape_message(text))
 
     def block(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        progress = self._progress  # another thread's message may meet its end
+        if progress is not None:
+            progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         if self._stream is not None:
             self._stream.write(text + "\n")

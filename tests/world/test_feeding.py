@@ -165,12 +165,13 @@ def test_corrupt_samples_are_skipped_and_named_on_all_ranks(
     out = tmp_path / "run"
     arguments = ["--workload", f"{WORKLOADS}:Damaged", "--precision", "float64", "--log_every", "1", "--out", out]
     arguments += ["--epochs", "2", "--global_batch_size", "4", "--on_bad_sample", "skip"]
-    finished = run_ringtrain(
-        arguments, launcher="mpirun" if size > 1 else None, np=size, env={"RINGTRAIN_TEST_EVALUATE": "1"}
-    )
+    env = {"RINGTRAIN_TEST_EVALUATE": "1"}
+    finished = run_ringtrain(arguments, launcher="mpirun" if size > 1 else None, np=size, env=env)
     assert finished.rc == 0, finished.stdout + finished.stderr
     check(out, train_plainly(readable_steps()), step=6)
+    evaluated = run_ringtrain(["eval", out, *arguments[:2]], env=env)
     for number in BAD:
+        assert evaluated.stdout.count(f"sample {number}, file {number}: it ends too early") == 1, evaluated.stderr
         # Once an epoch where its step is trained, and once with each evaluation.
         assert finished.stdout.count(f"sample {number}, file {number}: it ends too early") == 4
     assert [event["samples"] for event in events(out, "eval")] == [9, 9]

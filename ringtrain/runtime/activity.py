@@ -34,7 +34,7 @@ class Phase(enum.Enum):
     CHECK = ("compare the weights of step {step}", None)
     LOG = ("write the log of step {step}", None)
     SAVE = ("save step {step}", None)
-    LEAVE = ("take leave", "at the end")
+    LEAVE = ("exit", "at the end")
 
 
 class Note(NamedTuple):

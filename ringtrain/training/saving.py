@@ -28,7 +28,7 @@ from ringtrain.training.job import Job
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time. Failures only warn: the next may succeed."""
+    """Writes one checkpoint at a time. A failure only warns, as the next may succeed; the last save must."""
 
     def __init__(self, run: RunDirectory, *, keep: int, last_step: int) -> None:
         """``last_step``: of the checkpoint to resume from; 0: none."""

@@ -248,7 +248,7 @@ class _Peer:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
     def send(self, data: bytes) -> None:
-        """Send without blocking. Of unsent messages only the latest is kept."""
+        """Send without blocking. It is dropped if an earlier message is still being sent."""
         if not self._flush():
             return
         self._unsent = data

@@ -79,7 +79,8 @@ def count(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The table of the faults."""
-    lines = ["| what happens | tried | answered as documented | went on | not answered | longest answer |", "|---|---|---|---|---|---|"]
+    titles = ("what happens", "tried", "answered as documented", "went on", "not answered", "longest answer")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     rows = [*((KINDS[kind], counts) for kind, counts in result["kinds"].items()), ("**all**", result["all"])]
     for what, counts in rows:
         longest = counts["longest_answer_seconds"]

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ringtrain.collectives.native.library import LIBRARY
 from tests.faults.summary import describe_commit
 from tests.world.processes import REPOSITORY, clean_environment, run_command
 
@@ -259,7 +260,8 @@ def main() -> None:
     known = {identity(case): case for case in json.loads(RESULT.read_text())["cases"]} if RESULT.exists() else {}
     with tempfile.TemporaryDirectory(prefix="ringtrain-mutants-") as directory:
         listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=REPOSITORY, text=True)
-        for name in filter(lambda name: (REPOSITORY / name).is_file(), listed.split("\0")):
+        compiled = str(LIBRARY.relative_to(REPOSITORY))
+        for name in filter(lambda name: (REPOSITORY / name).is_file(), [*listed.split("\0"), compiled]):
             copied = Path(directory) / name
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, copied)

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str], world: World) -> int:
 def check(options: Options) -> None:
     for name in POSITIVE:
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
-            raise UsageError(f"{name} is {value}; it must be a number above 0.")
+            raise UsageError(f"{name} is {value}; it must be a finite number above 0.")
     if options.nodes > MAX_NODES:
         raise UsageError(f"nodes is {options.nodes}; it must be at most {MAX_NODES}.")
     devices, batch = options.nodes * options.cluster.devices_per_node, options.global_batch_size

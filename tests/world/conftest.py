@@ -1,5 +1,7 @@
 """Whole runs, for the tests of this directory."""
 
+import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +11,7 @@ import pytest
 
 from tests.world.group import close_group
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
+from tests.world.running import run_to_end
 
 RunRingtrain = Callable[..., Finished]
 LAUNCHERS = {
@@ -17,6 +20,18 @@ LAUNCHERS = {
     "horovodrun": ["horovodrun", "-np"],
     "horovodrun --gloo": ["horovodrun", "--gloo", "-np"],
 }
+
+
+@pytest.fixture(scope="session")
+def undisturbed() -> Path:
+    """A run of two ranks that nobody disturbs, one for all workers of pytest-xdist. No test may change it."""
+    out = Path(os.environ["TMPDIR"], "undisturbed", "run")
+    out.parent.mkdir(exist_ok=True)
+    with out.with_name("lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (out / "report.html").exists():
+            run_to_end(out, "--deterministic", "true")
+    return out
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.world.processes import REPOSITORY
 
 SITE_PACKAGES = Path(sysconfig.get_paths()["purelib"])
-INSTALL = 'source .ci/lib.sh; find_uv "$1"; "$UV" pip install --quiet --no-deps --python "$1" --requirements "${@:2}"'
+INSTALL = 'source .ci/lib.sh; find_uv "$1"; "$UV" pip install --quiet --no-deps --python "$@"'
 
 
 def make_environment(directory: Path, *, without: str) -> tuple[Path, Path]:
@@ -33,6 +33,12 @@ def install(python: Path, lock: str) -> None:
     """
     [packages] = (python.parents[1] / "lib").glob("python3*/site-packages")
     target = packages.with_name("locked")
-    command = ["bash", "-euc", INSTALL, "install", str(python), lock, "--target", str(target)]
-    subprocess.run(command, check=True, timeout=300, cwd=REPOSITORY)
+    uv_install(python, "--requirements", lock, "--target", str(target))
     (packages / "locked.pth").write_text(f"{target}\n")
+
+
+def uv_install(python: Path, *arguments: str) -> None:
+    """Install into the environment of ``python``; uv does so in a sixth of pip's time."""
+    subprocess.run(
+        ["bash", "-euc", INSTALL, "install", str(python), *arguments], check=True, timeout=300, cwd=REPOSITORY
+    )

@@ -38,7 +38,7 @@ def row(finished: Finished, subject: str) -> str:
     return " ".join([lines[start], *more[: indented.index(False)]])
 
 
-def assert_told(finished: Finished, subject: str, status: str, *texts: str) -> None:
+def assert_told(finished: Finished, subject: str, status: str, *texts: str, num_warnings: int = 1) -> None:
     """The exit code fits, the finding is there with its remedy, and nothing else is written."""
     assert finished.rc == (2 if status == "broken" else 0), finished.stdout + finished.stderr
     assert finished.stderr == ""
@@ -50,7 +50,7 @@ def assert_told(finished: Finished, subject: str, status: str, *texts: str) -> N
         assert text in finding
     last = finished.stdout.splitlines()[-1]
     assert last.startswith(
-        "Training would not work. Broken: " if status == "broken" else "Training would work, with 1 warn"
+        "Training would not work. Broken: " if status == "broken" else f"Training would work, with {num_warnings} warn"
     )
 
 
@@ -64,9 +64,19 @@ def test_without_faults_nothing_is_advised() -> None:
     assert re.search(r"built for TensorFlow .*; controllers: .*Gloo; operations: ", row(finished, "Horovod"))
 
 
-def test_horovod_missing(tmp_path: Path) -> None:
-    python, _ = make_environment(tmp_path / "env", without="horovod*")
-    assert_told(look(python=python), "Horovod", "warning", "cores sum natively, over MPI", "make setup")
+@pytest.fixture(scope="module")
+def two_warnings(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Without Horovod, in a tiny ``/dev/shm``."""
+    python, _ = make_environment(tmp_path_factory.mktemp("two_warnings") / "env", without="horovod*")
+    return look(python=python, wrapper=with_dev_shm("1m"))
+
+
+def test_horovod_missing(two_warnings: Finished) -> None:
+    assert_told(two_warnings, "Horovod", "warning", "cores sum natively, over MPI", "make setup", num_warnings=2)
+
+
+def test_tiny_dev_shm(two_warnings: Finished) -> None:
+    assert_told(two_warnings, "/dev/shm", "warning", "1 MiB, 1 MiB of it free", "--shm-size=1g", num_warnings=2)
 
 
 def test_horovod_built_for_another_tensorflow(tmp_path: Path) -> None:
@@ -131,11 +141,6 @@ def test_ranks_use_tcp_if_dev_shm_is_large_but_full() -> None:
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert "0 MiB of it free: 2 ranks would talk by TCP, slowly" in row(finished, "/dev/shm")
     assert "the sums are right" in row(finished, "all-reduce")
-
-
-def test_tiny_dev_shm() -> None:
-    finished = look(wrapper=with_dev_shm("1m"))
-    assert_told(finished, "/dev/shm", "warning", "1 MiB, 1 MiB of it free", "--shm-size=1g")
 
 
 @pytest.mark.cold  # the fork server has imported the package that does not load here

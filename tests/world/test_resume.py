@@ -28,14 +28,6 @@ SLOW_SAVE = {"RINGTRAIN_TEST_SAVE_SECONDS": "0.3"}
 SLOW_STEP = {"RINGTRAIN_TEST_STEP_SECONDS": "0.03"}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that nobody disturbs."""
-    out = tmp_path_factory.mktemp("undisturbed") / "run"
-    run_to_end(out, "--deterministic", "true")
-    return out
-
-
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
 def test_a_run_killed_at_random_moments_ends_bit_equal(kills: int, undisturbed: Path, tmp_path: Path) -> None:

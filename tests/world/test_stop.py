@@ -20,12 +20,12 @@ def end_of(out: Path) -> tuple[str, int]:
     return end["status"], end["exit_code"]
 
 
-def assert_went_on(out: Path, reference: Path) -> None:
+def assert_went_on(out: Path, undisturbed: Path) -> None:
     """The same command, once more, ends as the undisturbed run did."""
     run_to_end(out, "--deterministic", "true")
     assert_history_is_whole(out, epochs=EPOCHS, steps=STEPS)
-    assert digest(final_checkpoint(out, STEPS)) == digest(final_checkpoint(reference, STEPS))
-    assert [e["step"] for e in events(out, "eval")] == [e["step"] for e in events(reference, "eval")]
+    assert digest(final_checkpoint(out, STEPS)) == digest(final_checkpoint(undisturbed, STEPS))
+    assert [e["step"] for e in events(out, "eval")] == [e["step"] for e in events(undisturbed, "eval")]
 
 
 def message_of(run: Run) -> str:
@@ -33,14 +33,7 @@ def message_of(run: Run) -> str:
     return message
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("reference") / "run"
-    run_to_end(out, "--deterministic", "true")
-    return out
-
-
-def test_a_signal_to_one_rank_stops_all_at_one_step(reference: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_at_one_step(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
         run.wait_for_step(7)
@@ -50,11 +43,11 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(reference: Path, tmp_path: P
     step = events(out, "train")[-1]["step"]
     assert "stopped by SIGUSR1 at rank 1 on" in message_of(run)
     assert f"step {step} of {STEPS} is saved" in message_of(run)
-    assert_went_on(out, reference)
+    assert_went_on(out, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_stop_file_stops_the_run_once(reference: Path, tmp_path: Path) -> None:
+def test_a_stop_file_stops_the_run_once(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
         run.wait_for_step(3)
@@ -64,14 +57,14 @@ def test_a_stop_file_stops_the_run_once(reference: Path, tmp_path: Path) -> None
     assert f"stopped by the file {out / 'stop'}" in message_of(run)
     assert not (out / "stop").exists()
     assert "preempted, exit code 75" in (out / "report.html").read_text()
-    assert_went_on(out, reference)
+    assert_went_on(out, undisturbed)
     assert f"started again on 2 ranks from step {events(out, 'start')[1]['first_step']}" in (
         (out / "report.html").read_text()
     )
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_within_its_grace_period(reference: Path, tmp_path: Path) -> None:
+def test_sigterm_to_the_launcher_saves_within_its_grace_period(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP) as run:
         run.wait_for_step(12)
@@ -79,11 +72,11 @@ def test_sigterm_to_the_launcher_saves_within_its_grace_period(reference: Path, 
         print("mpirun returned", run.wait())
     assert "SIGTERM: saving after this step" in run.text()
     assert end_of(out) == ("preempted", 75)
-    assert_went_on(out, reference)
+    assert_went_on(out, undisturbed)
 
 
 @pytest.mark.slow
-def test_sigterm_during_a_slow_save_loses_no_checkpoint(reference: Path, tmp_path: Path) -> None:
+def test_sigterm_during_a_slow_save_loses_no_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     slow = SLOW_STEP | {"RINGTRAIN_TEST_SAVE_SECONDS": "3"}
     with running(out, "--deterministic", "true", env=slow) as run:
@@ -91,11 +84,11 @@ def test_sigterm_during_a_slow_save_loses_no_checkpoint(reference: Path, tmp_pat
         run.signal_launcher(signal.SIGTERM)
         run.wait()
     assert "ends the ranks before that, nothing is saved" in run.text()
-    assert_went_on(out, reference)
+    assert_went_on(out, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_signal_during_a_save_waits_for_it(reference: Path, tmp_path: Path) -> None:
+def test_a_signal_during_a_save_waits_for_it(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", env=SLOW_STEP | {"RINGTRAIN_TEST_SAVE_SECONDS": "0.5"}) as run:
         run.wait_for_save()
@@ -105,11 +98,11 @@ def test_a_signal_during_a_save_waits_for_it(reference: Path, tmp_path: Path) ->
     saved = [event["step"] for event in events(out, "checkpoint")]
     assert saved[0] == 5
     assert saved[-1] == events(out, "train")[-1]["step"]
-    assert_went_on(out, reference)
+    assert_went_on(out, undisturbed)
 
 
 @pytest.mark.slow
-def test_an_evaluation_stopped_by_a_signal_is_done_on_restart(reference: Path, tmp_path: Path) -> None:
+def test_an_evaluation_stopped_by_a_signal_is_done_on_restart(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     env = SLOW_STEP | {"RINGTRAIN_TEST_STOP_IN_EVALUATION": "1"}
     with running(out, "--deterministic", "true", env=env) as run:
@@ -117,7 +110,7 @@ def test_an_evaluation_stopped_by_a_signal_is_done_on_restart(reference: Path, t
     assert end_of(out) == ("preempted", 75)
     assert not events(out, "eval")
     assert events(out, "train")[-1]["step"] == 16
-    assert_went_on(out, reference)
+    assert_went_on(out, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,7 @@ def test_a_run_under_nohup_survives_its_terminal_and_shell(tmp_path: Path) -> No
         pytest.param(HOROVODRUN_GLOO, id="horovodrun over Gloo", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_of_a_killed_launcher_save_and_exit(start: list[str] | None, reference: Path, tmp_path: Path) -> None:
+def test_ranks_of_a_killed_launcher_save_and_exit(start: list[str] | None, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(out, "--deterministic", "true", start=start, env=SLOW_STEP) as run:
         run.wait_for_step(7)
@@ -199,7 +192,7 @@ def test_ranks_of_a_killed_launcher_save_and_exit(start: list[str] | None, refer
     # What horovodrun over Gloo leaves of itself may be the first to tell them.
     causes = ("stopped by the end of its launcher (pid ", *(["stopped by SIGTERM"] if start is HOROVODRUN_GLOO else []))
     assert events(out)[-1]["message"].startswith(causes)
-    assert_went_on(out, reference)
+    assert_went_on(out, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +228,7 @@ def test_ranks_that_are_detached_train_on_without_their_launcher(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_max_hours_saves_in_time(reference: Path, tmp_path: Path) -> None:
+def test_max_hours_saves_in_time(undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     hours = 8 / 3600  # from the opening of the run directory on; TensorFlow takes three seconds to trace the step
     very_slow = {"RINGTRAIN_TEST_STEP_SECONDS": "0.3"}
@@ -243,4 +236,4 @@ def test_max_hours_saves_in_time(reference: Path, tmp_path: Path) -> None:
         assert run.wait() == 75, run.text()
     assert events(out)[-1]["stopped_by"] == "time"
     assert "stopped by --max_hours 0.00222" in message_of(run)
-    assert_went_on(out, reference)
+    assert_went_on(out, undisturbed)

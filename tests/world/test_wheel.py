@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ringtrain
-from tests.world.environments import SITE_PACKAGES, make_environment
+from tests.world.environments import SITE_PACKAGES, make_environment, uv_install
 from tests.world.processes import REPOSITORY, Finished, clean_environment, run_command
 from tests.world.running import events
 
@@ -91,11 +91,10 @@ def install(archive: Path, environment: Path, packages: Path) -> Path:
 
     A ``.pth`` file in ``packages``, such as that of the editable installation, has no effect there.
     """
-    venv.create(environment, with_pip=True)
+    venv.create(environment)
     [own] = environment.glob("lib/python*/site-packages")
     (own / "others.pth").write_text(str(packages))
-    pip = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--no-build-isolation", "--ignore-installed", str(archive)], check=True)
+    uv_install(environment / "bin/python", "--no-index", "--no-build-isolation", str(archive))
     return environment / "bin"
 
 

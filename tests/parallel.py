@@ -86,9 +86,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # pytest-xdist has its own
-def pytest_xdist_auto_num_workers() -> int:
-    """Number of workers of ``-n auto``: one more than cores, since ranks often wait."""
-    return len(os.sched_getaffinity(0)) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Number of workers of ``-n auto``: more than cores, since ranks often wait, those of slow tests less often."""
+    return len(os.sched_getaffinity(0)) + (2 if "not slow" in config.option.markexpr else 1)
 
 
 @pytest.hookimpl(optionalhook=True)

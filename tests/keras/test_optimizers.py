@@ -51,7 +51,7 @@ WITH_PARTS = [
     n for n in ("LossScaleOptimizer", "MultiOptimizer", "LossScaleOptimizer of a MultiOptimizer") if n in THERE
 ]
 ALL_WAYS = ["SGD", *WITH_PARTS]
-NOT_FUSED = ["Adam", "RMSprop", "Adafactor"]  # two by their options, and one whose update is always that of Keras
+NOT_FUSED = ["Adam", "Adafactor"]  # one by its options, and one whose update is always that of Keras
 # Keras' updates of it are others in eager mode than in a graph, with or without ringtrain.
 OWN_WAY = {"ScheduleFreeAdamW"}
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -55,7 +55,6 @@ GLOBAL_BATCH_SIZE, STEPS = 11, 6  # of 45 samples, the fifth step of an epoch ha
     ("model", "optimizer", "accumulate", "num_samples", "shard_optimizer"),
     [
         ("regularised", "momentum", 1, 46, False),
-        ("embedding", "momentum", 1, 46, False),
         ("embedding", "adam", 3, 45, True),
     ],
 )

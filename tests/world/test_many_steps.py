@@ -139,8 +139,7 @@ def train(
         ("batchnorm", {"accumulate": 2, "in_groups": True}),
         ("embedding", {"optimizer": {"name": "adam"}, "precision": "float64"}),
         ("float32", {"precision": "mixed_float16", "over": "horovod"}),
-        ("float32", {"jit_compile": "true"}),
-        ("augmented", {}),
+        ("augmented", {"jit_compile": "true"}),
     ],
 )
 @on_ranks(2)

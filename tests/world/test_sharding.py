@@ -99,13 +99,10 @@ CASES = {  # with whether gradients leave in groups: the update that follows doe
     ("regularised", "nadam"): False,
     ("regularised", "lamb"): False,
     ("regularised", "lars"): True,
-    ("regularised", "averaging"): False,
     ("regularised", "adding up"): True,
     ("embedding", "momentum"): False,
     ("twin embeddings", "adam"): True,
     ("constrained", "adam"): False,
-    ("smallest", "nadam"): False,
-    ("smallest", "each clipped"): True,
     ("smallest", "averaging"): True,
 }
 

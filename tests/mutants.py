@@ -47,6 +47,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
             ["tests/unit/test_groups.py"],
             ["tests/world/test_collectives.py", "-k", FEW],
             [STEP, "-k", f"{FEW} and (n_ranks or sparse or overflow)"],
+            ["tests/world/test_collectives.py", STEP, "-k", "Gloo"],
         ],
     ),
     "optimizers": ("step/optimizers.py", [["tests/unit/test_fused.py"], [STEP, "-k", f"{FEW} and averages"]]),
@@ -64,6 +65,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
         "step/train_step.py",
         [
             [STEP, "tests/world/test_nonfinite.py", "-k", FEW],
+            ["tests/world/test_jit.py", "tests/world/test_sharding.py", "-k", f"{FEW} and (named or adam or scale)"],
             ["tests/unit/test_refused_workloads.py"],
             ["tests/world/test_verify.py", "-k", "one_process_equals"],
         ],

@@ -29,10 +29,9 @@ STEPS = 20
 def train(optimizer_class: Any, options: dict[str, Any], *, dtype: str, is_sparse: bool) -> dict[str, np.ndarray]:
     """What becomes of some variables, and of the optimizer's own, by their names in a checkpoint."""
     generator = np.random.default_rng(0)
-    variables = [
-        keras.Variable(generator.normal(size=shape), dtype=dtype, name=f"v{number}")
-        for number, shape in enumerate(SHAPES)
-    ]
+    values = [generator.normal(size=shape) for shape in SHAPES]
+    values[1][:] = 0  # as a bias begins
+    variables = [keras.Variable(value, dtype=dtype, name=f"v{number}") for number, value in enumerate(values)]
     optimizer = optimizer_class(learning_rate=0.1, **options)
     optimizer.build(variables)
 

@@ -28,22 +28,9 @@ from ringtrain.messages.rules import (
 )
 
 DEFAULT_BATCH_SIZE = 32  # per rank
-# Keras 3 class names, for checks before TensorFlow is imported.
-OPTIMIZER_CLASSES = {
-    "sgd": "SGD",
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "adamax": "Adamax",
-    "adagrad": "Adagrad",
-    "adadelta": "Adadelta",
-    "adafactor": "Adafactor",
-    "ftrl": "Ftrl",
-    "lamb": "Lamb",
-    "lars": "LARS",  # defined in ringtrain
-    "lion": "Lion",
-    "nadam": "Nadam",
-    "rmsprop": "RMSprop",
-}
+# Keras 3 class names, for checks before TensorFlow is imported. LARS is ringtrain's.
+_CLASSES = "SGD Adam AdamW Adamax Adagrad Adadelta Adafactor Ftrl Lamb LARS Lion Nadam RMSprop"
+OPTIMIZER_CLASSES = {name.lower(): name for name in _CLASSES.split()}
 MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop", "lars")
 RHO_OPTIMIZERS = ("rmsprop", "adadelta")
 EPSILON_OPTIMIZERS = ("rmsprop", "adadelta", "adagrad", "adam", "adamw", "adamax", "nadam", "lamb")

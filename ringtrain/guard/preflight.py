@@ -8,11 +8,14 @@ only digests of lists are sent, and if they differ, blocks.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import itertools
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ringtrain.collectives import Collective, all_gather_object
@@ -20,23 +23,13 @@ from ringtrain.collectives.horovod import HOROVOD_SETTINGS
 from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.errors import DataError, RingtrainError, UsageError
-from ringtrain.messages.ranks import group_ranks, name_ranks
-
-if TYPE_CHECKING:
-    from ringtrain.workloads.base import Sources
-
-
-import importlib.metadata
-import sys
-from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING
-
 from ringtrain.messages.defects import INSTALLED, is_users_own
+from ringtrain.messages.ranks import group_ranks, name_ranks
 
 if TYPE_CHECKING:
     import keras
 
+    from ringtrain.workloads.base import Sources
 
 Facts = Mapping[str, str | Sequence[str]]
 Summary = Mapping[str, str | Mapping[str, Any]]

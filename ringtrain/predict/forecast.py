@@ -38,28 +38,17 @@ SCENARIOS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A device's work in a step.
+    """A device's work in a step."""
 
-    Attributes:
-        step_sec: measured on ``measured_on`` devices.
-        compute_sec: of this without communication; None: by the model.
-        shapes: of the trainable variables, in the order of the forward pass.
-        value_bytes: of a number of a gradient.
-        batch_size: samples of a device.
-        accumulate: micro-batches, of which the last one's backward pass hides communication.
-        input_rate: samples per second that a device's input delivers at most; None: no limit.
-        save_sec: of a checkpoint, which is written every ``save_every`` steps, and one at a time.
-    """
-
-    step_sec: float
-    shapes: Sequence[Sequence[int]]
-    batch_size: float
-    value_bytes: int = 4
-    compute_sec: float | None = None
+    step_sec: float  # measured on ``measured_on`` devices
+    shapes: Sequence[Sequence[int]]  # of the trainable variables, in the order of the forward pass
+    batch_size: float  # of a device
+    value_bytes: int = 4  # of a number of a gradient
+    compute_sec: float | None = None  # of the step without communication; None: by the model
     measured_on: int = 1
-    accumulate: int = 1
-    input_rate: float | None = None
-    save_sec: float = 0.0
+    accumulate: int = 1  # micro-batches, of which the last one's backward pass hides communication
+    input_rate: float | None = None  # samples per second that a device's input delivers at most; None: no limit
+    save_sec: float = 0.0  # of a checkpoint, which is written every ``save_every`` steps, and one at a time
     save_every: int = 0
 
     @property

@@ -19,29 +19,17 @@ MICRO_BATCHES = "micro-batches"
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training of the workload.
+    """One training of the workload."""
 
-    Attributes:
-        name: of its record.
-        words: difference from other trials.
-        config: its settings.
-        reference: record to compare with.
-        in_groups: of the reduction.
-        is_vector: reduce gradients as one vector, as backends without lists do.
-        is_plain: use plain SGD: Adam would divide by gradients that are only rounding.
-        lossy: the run's options that lose precision, not used here.
-        max_steps: its end; the learning rate is that of a full run.
-    """
-
-    name: str
-    words: str
+    name: str  # of its record
+    words: str  # difference from other trials
     config: Config
-    reference: str
-    in_groups: bool | None = None
-    is_vector: bool = False
-    is_plain: bool = False
-    max_steps: int | None = None
-    lossy: str = ""
+    reference: str  # record to compare with
+    in_groups: bool | None = None  # of the reduction
+    is_vector: bool = False  # reduce gradients as one vector, as backends without lists do
+    is_plain: bool = False  # use plain SGD: Adam would divide by gradients that are only rounding
+    max_steps: int | None = None  # the learning rate is that of a full run
+    lossy: str = ""  # the run's options that lose precision, not used here
 
     @property
     def is_lossy(self) -> bool:

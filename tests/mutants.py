@@ -47,7 +47,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
             ["tests/unit/test_groups.py"],
             ["tests/world/test_collectives.py", "-k", FEW],
             [STEP, "-k", f"{FEW} and (n_ranks or sparse or overflow)"],
-            ["tests/world/test_collectives.py", STEP, "-k", "Gloo"],
+            ["tests/world/test_verify.py", "-k", "small"],
         ],
     ),
     "optimizers": ("step/optimizers.py", [["tests/unit/test_fused.py"], [STEP, "-k", f"{FEW} and averages"]]),
@@ -74,6 +74,7 @@ MODULES: dict[str, tuple[str, list[list[str]]]] = {
         "step/local_gradients.py",
         [
             [STEP, "tests/world/test_nonfinite.py", "-k", FEW],
+            ["tests/world/test_jit.py", "-k", f"{FEW} and (collectives or reports)"],
             ["tests/unit/test_refused_workloads.py"],
             ["tests/world/test_verify.py", "-k", "one_process_equals"],
         ],

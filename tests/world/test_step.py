@@ -518,6 +518,36 @@ def test_dropout_masks_are_a_function_of_seed_step_and_rank(collective: Collecti
         np.testing.assert_array_equal(together[block], masks[rank][block])
 
 
+@on_ranks(2)
+def test_the_gradient_norm_is_right_in_single_precision(collective: Collective) -> None:
+    source = dense_samples(46, "float32")
+    batches = batches_of(source, collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=1)
+    spec, create_optimizer = batches.element_spec, OPTIMIZERS["momentum"]
+    step = create_step(collective, regularised_model, create_optimizer, spec, precision="float32")
+    reference = regularised_model()
+    reference.set_weights(step.model.get_weights())
+    plain = train_plainly(reference, create_optimizer(), source, global_batch_size=GLOBAL_BATCH_SIZE, steps=1)
+    for report, (_, _, norm) in zip(train(step, batches), plain, strict=True):
+        assert report.gradient_norm == pytest.approx(norm, rel=1e-5)
+
+
+@on_ranks(1)
+def test_micro_batches_have_masks_of_their_own(collective: Collective) -> None:
+    batch = make_batch(np.ones((2, 3 * BLOCK)), np.zeros(2), step=0, global_count=2)
+    step = create_step(
+        collective,
+        dropout_model,
+        lambda: keras.optimizers.SGD(1.0),
+        spec_of(batch),
+        workload=SumOfOutputs(dropout_model),
+        accumulate=2,
+    )
+    before = step.model.trainable_variables[0].numpy()
+    step(batch, 1.0)
+    changes = np.unique(np.round(before - step.model.trainable_variables[0].numpy(), 6))
+    np.testing.assert_allclose(changes, [0, 1, 2], err_msg="an input is kept by none, one or both of the masks")
+
+
 @pytest.mark.parametrize("seed", [0, 2**32 - 1])
 @on_ranks(1)
 def test_no_two_steps_share_their_dropout_whatever_the_seed(collective: Collective, seed: int) -> None:

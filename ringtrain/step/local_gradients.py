@@ -50,7 +50,7 @@ class LocalGradients:
         *,
         dtype: tf.DType,
         rank: int,
-        jit_compile: bool = False,
+        jit_compile: bool,
     ) -> None:
         """``dtype``: of losses and sums. ``jit_compile``: use XLA, except across ranks."""
         self._workload, self._model, self._loss_scale = workload, model, loss_scale

@@ -74,6 +74,7 @@ def test_steps_that_are_done_are_not_profiled(run_ringtrain: RunRingtrain, tmp_p
         assert expected in finished.stdout
 
 
+@pytest.mark.alone  # compares moments of two ranks
 def test_native_sums_are_in_the_profile(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     finished = run_ringtrain([*FLAGS, "--profile", "3:5", "--out", str(tmp_path)], launcher="mpirun")
     assert finished.rc == 0, finished.stderr

@@ -135,7 +135,7 @@ class Lasting(Workload):
             evaluation = StoppingSource(evaluation.x, evaluation.y, num_samples=13)
         return Sources(from_arrays(images[:NUM_SAMPLES], (labels[:NUM_SAMPLES], np.arange(NUM_SAMPLES))), evaluation)
 
-    @tf.autograph.experimental.do_not_convert  # which takes a tenth of a short run
+    @tf.autograph.experimental.do_not_convert  # AutoGraph takes a tenth of a short run
     def augment(self, x: tf.Tensor, y: Any, keys: tf.Tensor) -> tuple[tf.Tensor, Any]:
         seconds = seconds_of("STEP")
         is_mine = os.environ.get("RINGTRAIN_TEST_HANG_RANK") == my_rank()

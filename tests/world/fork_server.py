@@ -173,6 +173,8 @@ class ForkServers:
             process.kill()
             process.wait()
         self._processes.clear()
+        if not self._is_inherited and SERVERS_VARIABLE in os.environ:
+            shutil.rmtree(os.environ.pop(SERVERS_VARIABLE), ignore_errors=True)
 
 
 SERVERS = ForkServers()

@@ -103,6 +103,7 @@ CASES = {  # with whether gradients leave in groups: the update that follows doe
     ("embedding", "momentum"): False,
     ("twin embeddings", "adam"): True,
     ("constrained", "adam"): False,
+    ("smallest", "nadam"): False,
     ("smallest", "averaging"): True,
 }
 

@@ -39,6 +39,7 @@ def write_checkpoint(
     are not created: the run directory may have been moved.
     """
     make_directory(root)
+    flush_directory(root.parent)  # which lists it
     name = (f"{BEST}-" if is_best else "") + step_name(checkpoint.step)
     temporary = root / f".writing-{name}-{secrets.token_hex(8)}"
     temporary.mkdir()

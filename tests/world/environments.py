@@ -9,7 +9,6 @@ from pathlib import Path
 from tests.world.processes import REPOSITORY
 
 SITE_PACKAGES = Path(sysconfig.get_paths()["purelib"])
-INSTALL = 'source .ci/lib.sh; find_uv "$1"; "$UV" pip install --quiet --no-deps --python "$@"'
 
 
 def make_environment(directory: Path, *, without: str) -> tuple[Path, Path]:
@@ -39,6 +38,7 @@ def install(python: Path, lock: str) -> None:
 
 def uv_install(python: Path, *arguments: str) -> None:
     """Install into the environment of ``python``; uv does so in a sixth of pip's time."""
+    script = 'source .ci/lib.sh; find_uv "$1"; "$UV" pip install --quiet --no-deps --python "$@"'
     subprocess.run(
-        ["bash", "-euc", INSTALL, "install", str(python), *arguments], check=True, timeout=300, cwd=REPOSITORY
+        ["bash", "-euc", script, "install", str(python), *arguments], check=True, timeout=300, cwd=REPOSITORY
     )

@@ -4,7 +4,6 @@
 """
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from ringtrain.collectives.native import library
 from tests.world.conftest import RunRingtrain
-from tests.world.environments import INSTALL, make_environment
+from tests.world.environments import make_environment, uv_install
 from tests.world.processes import REPOSITORY, clean_environment, run_command
 from tests.world.running import digest, final_checkpoint
 
@@ -100,8 +99,7 @@ ON_NODE = 'hostname "$0"; MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$@"'
 def test_it_trains_the_same_bits_by_mpich(
     num_nodes: int, python: Path, run_ringtrain: RunRingtrain, tmp_path: Path
 ) -> None:
-    install = ["bash", "-euc", INSTALL, "install", str(python), ".ci/locks/mpich.lock"]
-    subprocess.run(install, check=True, timeout=120, cwd=REPOSITORY)
+    uv_install(python, "--requirements", ".ci/locks/mpich.lock")
     train = [str(python), *TRAIN, "--backend", "native", "--out", str(tmp_path / "there")]
     ranks = ["-n", "2", *train]
     if num_nodes == 2:

@@ -6,11 +6,11 @@ working directory and standard streams to the server, and stays as the stand-in 
 The forked process looks like a fresh interpreter: /proc/PID/environ and cmdline are those of its stand-in, and
 os.getppid() is its stand-in.
 
-It differs from a cold start in six ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
+It differs from a cold start in seven ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
 printed, filtered or read from the environment at import. All forked processes share one hash seed. ``sched_yield``
-sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Memory comes from tcmalloc. Python's modules
-are not destroyed at exit. Tests that depend on one of these are marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all
-programs cold.
+sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Memory comes from tcmalloc. The
+operations of a graph do not know where they were made. Python's modules are not destroyed at exit. Tests that depend on
+one of these are marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all programs cold.
 
 The server refuses a program that needs what is read at import (other variables of TensorFlow or of Python), or that
 lives in other namespaces, in another cgroup or under other resource limits. It starts cold then. The nodes of the
@@ -24,6 +24,7 @@ import ctypes
 import ctypes.util
 import gc
 import importlib
+import inspect
 import marshal
 import os
 import resource
@@ -88,6 +89,18 @@ def preload(*libraries: str) -> str:
     library's own malloc.
     """
     return ":".join(filter(None, [*libraries, ctypes.util.find_library("tcmalloc_minimal")]))
+
+
+def keep_stack_traces(are_kept: bool) -> bool:
+    """Let each operation of a graph keep the Python stack that made it, or not; returns how it was.
+
+    TensorFlow keeps it for the texts of errors. That takes a tenth of the time in which a graph is built.
+    """
+    create = sys.modules["tensorflow.python.framework.ops"]._create_c_op.__wrapped__
+    *others, were_kept = create.__defaults__
+    assert [*inspect.signature(create).parameters][-1] == "extract_traceback"
+    create.__defaults__ = (*others, are_kept)
+    return bool(were_kept)
 
 
 def build_sleeping_yield(directory: Path) -> str:
@@ -375,6 +388,7 @@ def start_serving() -> Request:
     page = importlib.import_module("ringtrain.report.page")
     page.load_template(), page.read_own_files()  # a tenth of a second of each run that ends
     assert not {"mpi4py.MPI", "horovod"} & sys.modules.keys(), "imported by those modules: it must come after the fork"
+    keep_stack_traces(False)
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

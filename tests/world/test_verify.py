@@ -21,6 +21,7 @@ from ringtrain.verify.world_sizes import DEFAULT_STEPS, choose_steps
 from ringtrain.workloads import BUILT_IN
 from tests.world.conftest import RunRingtrain
 from tests.world.defects import PLANTED, planted
+from tests.world.fork_server import keep_stack_traces
 from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY, MarkedProcess, clean_environment
 
@@ -419,6 +420,7 @@ def test_casts_are_named_and_compared_within_their_rounding(collective: Any, nam
     from ringtrain.verify.compare import ROUNDING
     from tests.world.workloads import narrow
 
+    were_kept = keep_stack_traces(True)
     findings, notes = findings_of(getattr(narrow, name)(), collective, trials=trials, steps=4)
     assert all(finding.passes for finding in findings), findings
     if collective.world.is_rank0:
@@ -427,6 +429,7 @@ def test_casts_are_named_and_compared_within_their_rounding(collective: Any, nam
         assert ROUNDING[dtype].tolerance <= findings[0].tolerance < 1
     options: dict[str, Any] = {"trials": ("float64",), "defect": "a duplicated sample"}
     wrong, _ = findings_of(getattr(narrow, name)(), collective, steps=4, **options)
+    keep_stack_traces(were_kept)
     if collective.world.is_rank0:
         assert not all(finding.passes for finding in wrong), wrong
 

@@ -7,6 +7,7 @@ are dropped after seconds, or if too many; dropped ranks retry.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import hashlib
@@ -27,6 +28,7 @@ MAX_LINE_BYTES = 8192
 CONNECT_SECONDS, RETRY_CONNECT_SECONDS = 5.0, 1.0
 PROVE_SECONDS = 5.0
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.5, 30.0
+MAX_WAITING = 2  # messages to a peer that does not read: a rank's stacks, and why it ends
 MORE_STRANGERS = 16  # connections beyond the number of ranks
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # netdevice(7)
@@ -112,6 +114,8 @@ class Star:
         """Return (rank, message) pairs within ``seconds``; None: the connection has ended."""
         came: list[tuple[int, Message | None]] = []
         end = time.monotonic() + seconds
+        for peer in self._peers.values():
+            peer.flush()
         while True:
             is_woken = False
             for key, _ in self._selector.select(max(0.0, end - time.monotonic())):
@@ -227,6 +231,7 @@ class _Peer:
         self.asked = ""  # nonce of the other end
         self.since = time.monotonic()
         self._received, self._unsent = b"", b""
+        self._waiting: collections.deque[bytes] = collections.deque(maxlen=MAX_WAITING)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -248,18 +253,17 @@ class _Peer:
         return messages if all(isinstance(message, dict) for message in messages) else None
 
     def send(self, data: bytes) -> None:
-        """Send without blocking. It is dropped if an earlier message is still being sent."""
-        if not self._flush():
-            return
-        self._unsent = data
-        self._flush()
+        """Send without blocking; of the messages for a peer that does not read, the newest are kept."""
+        self._waiting.append(data)
+        self.flush()
 
-    def _flush(self) -> bool:
-        while self._unsent:
+    def flush(self) -> None:
+        while self._unsent or self._waiting:
+            self._unsent = self._unsent or self._waiting.popleft()
             try:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
             except BlockingIOError:
-                return False
+                return
             except OSError:  # the next read reports it
                 self._unsent = b""
-        return True
+                self._waiting.clear()

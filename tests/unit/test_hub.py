@@ -110,6 +110,14 @@ def test_a_peer_that_does_not_read_costs_no_memory_and_no_time(center: tuple[Sta
         middle.send({"text": "x" * 1000})
     assert time.monotonic() - start < 5
     assert len(middle._peers[1]._unsent) < 2000
+    for word in ("stacks", "hang"):
+        middle.send({"text": word})
+    came: list[object] = []
+    while came[-1:] != [(0, {"text": "hang"})]:
+        assert time.monotonic() - start < 10
+        middle.receive(0.01)
+        came += sleeper.receive(0.01)
+    assert came[-2] == (0, {"text": "stacks"}), "the last two messages are not lost"
     sleeper.close()
 
 

@@ -104,7 +104,7 @@ def find_narrow(job: Job) -> list[Narrow]:
     depending: set[str] = set()
     needed = _find_needed(graph.outputs)
     found = [
-        Narrow(_describe_place(operation.name, layers, operation.traceback), dtype.name)
+        Narrow(_describe_place(operation.name, layers, operation.traceback or ()), dtype.name)  # None: imported
         for operation in graph.get_operations()
         if operation.name in needed and (dtype := _find_narrowed(operation, depending, precision))
     ]

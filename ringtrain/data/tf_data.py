@@ -6,7 +6,6 @@ import collections
 import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import numpy as np
 from ringtrain.data.sources import Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
+from ringtrain.messages.log import LOG
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -88,10 +88,9 @@ class Current:
                         "were, on the same TensorFlow, or start a new run from its weights: --resume never "
                         "--init_from RUN."
                     ) from error
-                logging.getLogger("ringtrain").warning(
-                    "ringtrain: the pipeline cannot resume from where the checkpoint says that it was, and makes its "
-                    "samples once more up to there: %s",
-                    describe_defect(error),
+                LOG.warning(
+                    "the pipeline cannot resume from where the checkpoint says that it was, and makes its samples once "
+                    f"more up to there: {describe_defect(error)}"
                 )
                 self._begin(make())
         return replay(self._iterator, skip)

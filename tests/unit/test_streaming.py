@@ -17,6 +17,7 @@ from ringtrain.data.sources import Feed, from_generator
 from ringtrain.data.streaming import streaming_batches
 from ringtrain.data.tf_data import Current, from_dataset, without_tuner
 from ringtrain.errors import DataError
+from ringtrain.messages.log import show_log
 from ringtrain.runtime.world import World
 
 STEPS, SAMPLES = 6, 4
@@ -200,16 +201,18 @@ def test_a_ragged_list_is_refused() -> None:
     assert "rank 0 was fed a list in step 2 that makes no array" in str(explain(caught.value, 1))
 
 
-def test_a_state_of_another_pipeline_is_ignored_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_of_another_pipeline_is_ignored_or_refused() -> None:
     samples = tf.data.Dataset.from_tensor_slices((tf.range(8.0), tf.range(8)))
     current = Current()
     next(current.open(lambda: samples.batch(4), 0, b""))
     state = current.read_state()
     batches = Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 0, b"")
     expected = [batch[1].numpy().tolist() for batch in batches]
-    batches = Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state)
+    lines: list[str] = []
+    with show_log(lines.append):
+        batches = Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state)
     assert [batch[1].numpy().tolist() for batch in batches] == expected[2:]
-    assert "the pipeline cannot resume from where the checkpoint says that it was" in caplog.text
+    assert "the pipeline cannot resume from where the checkpoint says that it was" in lines[0]
     with pytest.raises(DataError, match="Give the dataset that the run began with, its files where they were"):
         Current().open(lambda: samples.shuffle(8, seed=1).batch(2), 2, state, begins_anew=False)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Generator, Iterator
-from unittest import mock
 
 import pytest
 
 from ringtrain.terminal.startup import skipping_garbage_collection
-from tests.world.fork_server import SERVERS, SWITCH, hand_on_no_ignored_signals, preload
+from tests.world.fork_server import SERVERS, SWITCH, hand_on_no_ignored_signals
 from tests.world.group import Group, close_group, launch_of
 from tests.world.processes import BACKEND
 
@@ -18,22 +19,20 @@ from tests.world.processes import BACKEND
 QUICKER = {"TF_ENABLE_ONEDNN_OPTS": "0", "OPENBLAS_NUM_THREADS": "1"}
 if os.environ.get(SWITCH) != "1":
     os.environ.update(QUICKER | os.environ)
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.pop("LD_PRELOAD", None)  # of the worker, not of what it starts
 
 
 def pytest_configure() -> None:
     hand_on_no_ignored_signals()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
-    """Start the fork server of all workers of pytest-xdist, and the workers, with a quicker malloc."""
-    is_cold = os.environ.get(SWITCH) == "1"
-    if session.config.getoption("numprocesses", None):
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start the fork server of all workers of pytest-xdist, and let it fork the workers."""
+    options = session.config.option
+    if getattr(options, "numprocesses", None) and os.environ.get(SWITCH) != "1":
         SERVERS.start()
-    with mock.patch.dict(os.environ, {} if is_cold else {"LD_PRELOAD": preload()}):
-        return (yield)
+        SERVERS.wait_for(os.uname().nodename)
+        options.tx = [f"popen//python={shlex.quote(sys.executable)} -m tests.worker" for _ in options.tx]
 
 
 @pytest.hookimpl(trylast=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 START_SECONDS = 60.0
 ANSWER_SECONDS = 30.0
+LINE_OF_PROGRAMS = 10_000  # more than any page has before them
 FLAGS = [
     "--headless=new",
     "--no-sandbox",  # as root there is none; the pages are this repository's own
@@ -35,13 +36,18 @@ FLAGS = [
 class Page:
     """A page of the browser; all that it says and asks for is kept.
 
+    Chromium compiles plotly.js, which takes a second, anew for each address and line at which it finds it. So a page is
+    shown as a copy at one address, with empty lines before its programs.
+
     Attributes:
+        address: that of each page, as the browser has it.
         errors: exceptions, and what the console shows as an error or a warning.
         requests: the addresses that the page asked for, its own first.
     """
 
-    def __init__(self, reader: int, writer: int) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: int, writer: int, copy: Path) -> None:
+        self._reader, self._writer, self._copy = reader, writer, copy
+        self.address = copy.resolve().as_uri()
         self._buffer, self._number = b"", 0
         self._session: str | None = None
         self._seen: list[dict[str, Any]] = []
@@ -56,12 +62,15 @@ class Page:
             self.send(f"{domain}.enable")
 
     def show(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Load a file, and wait until its program has run."""
+        """Load a copy of a file, and wait until its program has run."""
+        before, start, after = path.read_text(encoding="utf-8").partition("<script>")
+        empty = "\n" * (LINE_OF_PROGRAMS - before.count("\n"))
+        self._copy.write_text(f"{before}{empty}{start}{after}", encoding="utf-8")
         self.resize(width, height, dark=dark)
         self.errors.clear()
         self.requests.clear()
         self._seen.clear()
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.send("Page.navigate", url=self.address)
         self._wait_for("Page.loadEventFired")
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
@@ -180,7 +189,7 @@ def chromium(profile: Path) -> Iterator[Page]:
         )  # fmt: skip
     os.close(to_read)
     os.close(to_write)
-    page = Page(reader, writer)
+    page = Page(reader, writer, profile.parent / "page.html")
     try:
         page.open_tab()
         yield page

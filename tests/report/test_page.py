@@ -75,7 +75,7 @@ def test_the_page_makes_no_requests_and_logs_no_errors(browser: Page, compared: 
         browser.show(path)
         assert browser.evaluate("document.documentElement.dataset.ready") is not None
         assert browser.errors == []
-        assert browser.requests == [path.as_uri()]
+        assert browser.requests == [browser.address]
 
 
 def test_a_program_that_is_not_the_pages_own_is_not_run(browser: Page, run: Path) -> None:

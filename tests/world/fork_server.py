@@ -6,11 +6,11 @@ working directory and standard streams to the server, and stays as the stand-in 
 The forked process looks like a fresh interpreter: /proc/PID/environ and cmdline are those of its stand-in, and
 os.getppid() is its stand-in.
 
-It differs from a cold start in seven ways. TensorFlow, Keras and most of ringtrain are already imported, so nothing is
-printed, filtered or read from the environment at import. All forked processes share one hash seed. ``sched_yield``
-sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Memory comes from tcmalloc. The
-operations of a graph do not know where they were made. Python's modules are not destroyed at exit. Tests that depend on
-one of these are marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all programs cold.
+It differs from a cold start in seven ways. TensorFlow, Keras and most of ringtrain are already imported, and Horovod's
+library is loaded, so nothing is printed, filtered or read from the environment at import. All forked processes share
+one hash seed. ``sched_yield`` sleeps (forked/sleeping_yield.c). Horovod looks for tensors less often. Memory comes from
+tcmalloc. The operations of a graph do not know where they were made. Python's modules are not destroyed at exit. Tests
+that depend on one of these are marked ``cold``; RINGTRAIN_TEST_COLD=1 starts all programs cold.
 
 The server refuses a program that needs what is read at import (other variables of TensorFlow or of Python), or that
 lives in other namespaces, in another cgroup or under other resource limits. It starts cold then. The nodes of the
@@ -24,6 +24,7 @@ import ctypes
 import ctypes.util
 import gc
 import importlib
+import importlib.util
 import inspect
 import marshal
 import os
@@ -101,6 +102,14 @@ def keep_stack_traces(are_kept: bool) -> bool:
     assert [*inspect.signature(create).parameters][-1] == "extract_traceback"
     create.__defaults__ = (*others, are_kept)
     return bool(were_kept)
+
+
+def load_operations_of_horovod() -> None:
+    """Load its library, if it is installed, but none of its modules: linking takes more than half of their import."""
+    spec = importlib.util.find_spec("horovod")
+    for directory in (spec and spec.submodule_search_locations) or []:
+        for library in Path(directory).glob("tensorflow/mpi_lib.*.so"):
+            importlib.import_module("tensorflow").load_op_library(str(library))
 
 
 def build_sleeping_yield(directory: Path) -> str:
@@ -387,6 +396,7 @@ def start_serving() -> Request:
         importlib.import_module(module)
     page = importlib.import_module("ringtrain.report.page")
     page.load_template(), page.read_own_files()  # a tenth of a second of each run that ends
+    load_operations_of_horovod()
     assert not {"mpi4py.MPI", "horovod"} & sys.modules.keys(), "imported by those modules: it must come after the fork"
     keep_stack_traces(False)
     gc.collect()

@@ -30,7 +30,17 @@ SCOPE_BY_PATH = {  # tests that share something: a browser, a compiled program, 
     "tests/faults/test_foreign_files.py": "fuzz",
     "tests/slurm/": "slurm",
 }
-FILES_OF_WAITING_TESTS = ("tests/unit/test_watchdog.py", "tests/unit/test_stopping.py")  # that mostly sleep
+FILES_OF_WAITING_TESTS = tuple(  # that mostly sleep
+    f"tests/unit/{name}.py"
+    for name in (
+        "test_watchdog",
+        "test_lease",
+        "launch/test_family",
+        "test_hub",
+        "test_doctor_probes",
+        "test_time_limit",
+    )
+)
 FILES_OF_LONG_TESTS = ("tests/faults/test_matrix.py", "tests/world/test_other_versions.py")
 # Slow tests of programs that take minutes: none may still run when all other tests are done.
 FILES_OF_LONGEST_TESTS = tuple(f"tests/world/test_{name}.py" for name in ("other_versions", "verify", "wheel"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import shlex
 import sys
 from collections.abc import Generator, Iterator
 
 import pytest
+from _pytest.assertion import rewrite
 
 from ringtrain.terminal.startup import skipping_garbage_collection
 from tests.world.fork_server import SERVERS, SWITCH, hand_on_no_ignored_signals
@@ -25,12 +27,27 @@ def pytest_configure() -> None:
     hand_on_no_ignored_signals()
 
 
+def compile_tests(config: pytest.Config) -> None:
+    """Compile the tests, with pytest's assertions and without, where that has not been done.
+
+    Otherwise each worker compiles all of them, and each rank those that it runs, all at the same time.
+    """
+    state = config.stash[rewrite.assertstate_key]
+    for path in (config.rootpath / "tests").rglob("*.py"):
+        compileall.compile_file(path, quiet=2)
+        compiled = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if path.name.startswith(("test_", "conftest")) and rewrite._read_pyc(path, compiled) is None:
+            source_hash, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, source_hash, compiled)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server of all workers of pytest-xdist, and let it fork the workers."""
     options = session.config.option
     if getattr(options, "numprocesses", None) and os.environ.get(SWITCH) != "1":
         SERVERS.start()
+        compile_tests(session.config)
         SERVERS.wait_for(os.uname().nodename)
         options.tx = [f"popen//python={shlex.quote(sys.executable)} -m tests.worker" for _ in options.tx]
 

@@ -427,11 +427,14 @@ def test_casts_are_named_and_compared_within_their_rounding(collective: Any, nam
         [note] = notes
         assert re.search(rf"narrow\.py:\d+: computes in {dtype}", note)
         assert ROUNDING[dtype].tolerance <= findings[0].tolerance < 1
-    options: dict[str, Any] = {"trials": ("float64",), "defect": "a duplicated sample"}
-    wrong, _ = findings_of(getattr(narrow, name)(), collective, steps=4, **options)
     keep_stack_traces(were_kept)
+    options: dict[str, Any] = {"trials": ("float64",), "defect": "a duplicated sample"}
+    wrong, notes = findings_of(getattr(narrow, name)(), collective, steps=4, **options)
     if collective.world.is_rank0:
         assert not all(finding.passes for finding in wrong), wrong
+        [note] = notes
+        assert f"computes in {dtype}" in note
+        assert ("narrow.py:" in note) == were_kept  # else it names the operation, or its layer
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ comparison permits their rounding.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -142,5 +143,6 @@ def _find_narrowed(operation: tf.Operation, depending: set[str], precision: str)
 def _describe_place(name: str, layers: set[str], frames: Any = ()) -> str:
     """Return FILE:LINE of user code, else the layer, else the operation."""
     summaries = [traceback.FrameSummary(frame.filename, frame.lineno, frame.name) for frame in frames]
-    inner = [part for part in name.split("/") if part in layers]
+    scopes = [scope for part in name.split("/") for scope in (re.sub(r"_\d+$", "", part), part)]  # TensorFlow adds _1
+    inner = [scope for scope in scopes if scope in layers]
     return find_own_frame(summaries) or (f"layer {inner[-1]}" if inner else name)

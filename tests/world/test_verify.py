@@ -427,14 +427,28 @@ def test_casts_are_named_and_compared_within_their_rounding(collective: Any, nam
         [note] = notes
         assert re.search(rf"narrow\.py:\d+: computes in {dtype}", note)
         assert ROUNDING[dtype].tolerance <= findings[0].tolerance < 1
-    keep_stack_traces(were_kept)
     options: dict[str, Any] = {"trials": ("float64",), "defect": "a duplicated sample"}
-    wrong, notes = findings_of(getattr(narrow, name)(), collective, steps=4, **options)
+    wrong, _ = findings_of(getattr(narrow, name)(), collective, steps=4, **options)
+    keep_stack_traces(were_kept)
     if collective.world.is_rank0:
         assert not all(finding.passes for finding in wrong), wrong
-        [note] = notes
-        assert f"computes in {dtype}" in note
-        assert ("narrow.py:" in note) == were_kept  # else it names the operation, or its layer
+
+
+@on_ranks(1)
+def test_a_cast_without_a_python_stack_is_named_by_its_layer(collective: Any) -> None:
+    from ringtrain.config import make_config
+    from ringtrain.verify.precision import Narrow, find_narrow
+    from ringtrain.verify.record import create_recorded_job
+    from ringtrain.verify.trials import plan_trials
+    from tests.world.workloads.narrow import RawCasts
+
+    config = make_config({**SETTINGS, "precision": "float64"}, RawCasts().defaults)
+    trial, *_ = plan_trials(config, is_reference=True)
+    job, *_ = create_recorded_job(RawCasts(), trial, collective)
+    were_kept = keep_stack_traces(False)
+    found = find_narrow(job)
+    keep_stack_traces(were_kept)
+    assert found == [Narrow("layer nearby", "bfloat16")]
 
 
 @on_ranks(2)

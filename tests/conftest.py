@@ -32,11 +32,11 @@ def compile_tests(config: pytest.Config) -> None:
 
     Otherwise each worker compiles all of them, and each rank those that it runs, all at the same time.
     """
-    state = config.stash[rewrite.assertstate_key]
+    state = config.stash.get(rewrite.assertstate_key, None)  # None with --assert=plain
     for path in (config.rootpath / "tests").rglob("*.py"):
         compileall.compile_file(path, quiet=2)
         compiled = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
-        if path.name.startswith(("test_", "conftest")) and rewrite._read_pyc(path, compiled) is None:
+        if state and path.name.startswith(("test_", "conftest")) and not rewrite._read_pyc(path, compiled):
             source_hash, code = rewrite._rewrite_test(path, config)
             rewrite._write_pyc(state, code, source_hash, compiled)
 

@@ -31,10 +31,11 @@ def test_help_fits_a_terminal_and_has_an_example(
     assert f"  {' '.join(['python -m launch', *command])} " in examples
 
 
-def test_help_starts_no_tensorflow() -> None:
+def test_neither_help_nor_the_end_of_a_job_imports_tensorflow_or_numpy() -> None:
     script = """
 import sys
 from pathlib import Path
+import launch.slurm.after
 from launch.cli import main
 main(["--help"])
 print(sorted({"tensorflow", "keras", "numpy", "jinja2"} & set(sys.modules)))

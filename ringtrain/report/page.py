@@ -49,7 +49,7 @@ def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -
         {**describe_run(run, shown), "forecast": None if forecast is None else compare(run, forecast)}
         for run, shown in zip(runs, drawn, strict=True)
     ]
-    style, programs = read_own_files()
+    style, programs, digests = read_own_files()
     differing, same = compare_settings([run.settings for run in runs])
     return load_template().render(
         runs=tables,
@@ -66,7 +66,7 @@ def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -
         data=embed_json(payload),
         style=style,
         programs=programs,
-        digests=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in programs],
+        digests=digests,
         version=__version__,
         written=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     )
@@ -116,8 +116,8 @@ def load_template() -> Any:
 
 
 @functools.cache
-def read_own_files() -> tuple[str, list[str]]:
-    """Return style and programs, which the page permits by digest."""
+def read_own_files() -> tuple[str, list[str], list[str]]:
+    """Return style, programs, and the programs' digests, by which the page permits them."""
     colours = {f"run-{place}": colour for place, colour in enumerate(RUN_COLOURS)}
     colours |= {f"part-{kind}": colour for kind, colour in PART_COLOURS.items()}
     style = (TEMPLATE / "page.css").read_text(encoding="utf-8")
@@ -125,4 +125,6 @@ def read_own_files() -> tuple[str, list[str]]:
         f".{name} {{ background: {colour}; fill: {colour}; --of-run: {colour}; }}\n" for name, colour in colours.items()
     )
     sources = (resources.files("plotly") / "package_data/plotly.min.js", TEMPLATE / "page.js")
-    return style, [source.read_text(encoding="utf-8") for source in sources]
+    programs = [source.read_bytes() for source in sources]
+    digests = [base64.b64encode(hashlib.sha256(program).digest()).decode() for program in programs]
+    return style, [program.decode() for program in programs], digests

@@ -107,20 +107,16 @@ def require_finite_values(
     """
 
     def look() -> None:
-        if not _are_finite([variable.value for variable in variables.values()]):
-            bad = [name for name, variable in variables.items() if not _is_finite(variable.value)]
+        # Not a graph: to trace it takes as long as tens of these calls.
+        are_finite = tf.convert_to_tensor([_is_finite(variable.value) for variable in variables.values()]).numpy()
+        bad = [name for name, is_finite in zip(variables, are_finite, strict=True) if not is_finite]
+        if bad:
             raise DivergedError(
                 f"after step {step} not all values of {list_first(bad)} are finite{though}; nothing is saved of it. "
                 f"{remedy}; what was saved before is whole."
             )
 
     raise_on_all_ranks(collective, look, name="finite_values")
-
-
-@tf.function(autograph=False)
-def _are_finite(values: list[tf.Tensor]) -> tf.Tensor:
-    """Check in one call, to be fast: bool []."""
-    return tf.reduce_all([_is_finite(value) for value in values])
 
 
 def _is_finite(value: tf.Tensor) -> tf.Tensor:

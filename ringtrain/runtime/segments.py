@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from ringtrain.runtime.machine import SHARED_MEMORY
@@ -13,6 +15,7 @@ from ringtrain.runtime.machine import SHARED_MEMORY
 # A new segment is not mapped at once.
 SECONDS_TO_MAP = 5.0
 FIRST_PID_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO
+MAPPED = re.compile(r"^\S+ \S+ \S+ (\w+):(\w+) ([1-9]\d*)", re.MULTILINE)  # device and inode in /proc/PID/maps
 
 
 def remove_dead_segments() -> list[Path]:
@@ -28,12 +31,15 @@ def remove_dead_segments() -> list[Path]:
             status = path.lstat()
             if status.st_uid == os.geteuid() and time.time() - status.st_mtime > SECONDS_TO_MAP:
                 dead[status.st_dev, status.st_ino] = path
-    mapped = find_mapped_files() if dead else set()
-    removed = [path for file, path in dead.items() if file not in mapped]
-    for path in removed:
+    for process in Path("/proc").glob("[0-9]*"):
+        if not dead:
+            break
+        for file in find_mapped_files(process):
+            dead.pop(file, None)
+    for path in dead.values():
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-    return removed
+    return [*dead.values()]
 
 
 def sees_all_processes() -> bool:
@@ -44,16 +50,8 @@ def sees_all_processes() -> bool:
         return False
 
 
-def find_mapped_files() -> set[tuple[int, int]]:
-    """Return device and inode; includes those of the same user's ranks."""
-    mapped = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            lines = (process / "maps").read_text(errors="replace").splitlines()
-        except OSError:  # another user's, or it has exited
-            continue
-        for line in lines:
-            _, _, _, device, inode, *_ = line.split(maxsplit=5)
-            major, _, minor = device.partition(":")
-            mapped.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
-    return mapped
+def find_mapped_files(process: Path) -> Iterator[tuple[int, int]]:
+    """Yield device and inode of each; nothing of another user's process."""
+    with contextlib.suppress(OSError):  # also of one that has exited
+        for major, minor, inode in MAPPED.findall((process / "maps").read_text(errors="replace")):
+            yield os.makedev(int(major, 16), int(minor, 16)), int(inode)

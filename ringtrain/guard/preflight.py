@@ -7,6 +7,7 @@ only digests of lists are sent, and if they differ, blocks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -242,6 +243,7 @@ def describe_loaded_code() -> dict[str, str | list[str]]:
     return facts | dict(sorted(versions.items()))
 
 
+@functools.cache  # a version is told three times, and each look parses the package's metadata
 def package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

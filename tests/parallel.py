@@ -110,7 +110,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def schedule(self) -> None:
             scopes = _shared_file("scopes.json")  # missing if pytest has collected nothing
             self.scopes = json.loads(scopes.read_text()) if scopes.exists() else {}
+            has_new_node = self.collection is not None
             super().schedule()
+            if has_new_node:  # a worker runs a test once it has the one after it
+                for node in self.nodes:
+                    self._reschedule(node)
+
+        def remove_node(self, node: Any) -> str | None:
+            """Hand what a worker has not run to the others, but not the test in which it ended.
+
+            Upstream's queue also gets that test, again and again, and the scopes that are done. A new worker would wait
+            for ever for the tests of such a scope.
+            """
+            scopes = self.assigned_work.pop(node)
+            tests = [test for tests in scopes.values() for test, is_done in tests.items() if not is_done]
+            if not tests:
+                return None
+            scopes[self._split_scope(tests[0])][tests[0]] = True
+            self.workqueue.update({scope: tests for scope, tests in scopes.items() if not all(tests.values())})
+            for other in self.nodes:
+                self._reschedule(other)
+            return tests[0]
 
         def _split_scope(self, nodeid: str) -> str:
             scope: str = self.scopes.get(nodeid, nodeid)

@@ -1,6 +1,7 @@
 """The groups of ranks that the other tests of this directory run in, seen working and failing."""
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.world.group import BodyFailedError, Group, Launch
-from tests.world.processes import clean_environment, run_command
+from tests.world.processes import REPOSITORY, clean_environment, run_command
 
 BARE = Launch(3, is_bare=True)
 
@@ -53,6 +54,20 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/environ").read_bytes() != b""
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.slow
+def test_a_test_that_ends_its_worker_fails_and_the_others_run(tmp_path: Path) -> None:
+    file = tmp_path / "test_end.py"
+    file.write_text(
+        "import os, pytest\n"
+        "@pytest.mark.parametrize('number', range(9))\n"
+        "def test_end(number): assert number != 6 or os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "tests.parallel", "-n", "2", "-p", "no:cacheprovider", str(file)]
+    env = clean_environment(TMPDIR=str(tmp_path), PYTHONPATH=str(REPOSITORY))
+    finished = run_command(command, env=env, timeout=60, cwd=tmp_path)
+    assert "1 failed, 8 passed" in finished.stdout, finished.stdout + finished.stderr
 
 
 def test_results_come_in_the_order_of_the_ranks(group: Group) -> None:

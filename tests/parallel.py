@@ -112,15 +112,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             self.scopes = json.loads(scopes.read_text()) if scopes.exists() else {}
             has_new_node = self.collection is not None
             super().schedule()
-            if has_new_node:  # a worker runs a test once it has the one after it
+            if has_new_node:  # a worker starts a test only when it has the next one as well
                 for node in self.nodes:
                     self._reschedule(node)
 
         def remove_node(self, node: Any) -> str | None:
-            """Hand what a worker has not run to the others, but not the test in which it ended.
+            """Queue the unfinished scopes of a worker, but not the test that was running when it died.
 
-            Upstream's queue also gets that test, again and again, and the scopes that are done. A new worker would wait
-            for ever for the tests of such a scope.
+            Upstream queues that test again, so that it kills one worker after another. It also queues finished scopes:
+            a new worker that is assigned one waits for ever.
             """
             scopes = self.assigned_work.pop(node)
             tests = [test for tests in scopes.values() for test, is_done in tests.items() if not is_done]
@@ -131,6 +131,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             for other in self.nodes:
                 self._reschedule(other)
             return tests[0]
+
+        def _reschedule(self, node: Any) -> None:
+            if node in self.registered_collections:  # else it still collects, and schedule() follows
+                super()._reschedule(node)
 
         def _split_scope(self, nodeid: str) -> str:
             scope: str = self.scopes.get(nodeid, nodeid)

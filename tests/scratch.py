@@ -24,8 +24,11 @@ class Scratch:
         self._directory = tempfile.mkdtemp(prefix="ringtrain-")
         os.chmod(self._directory, 0o755)  # as /tmp: tests look at files as another user
         os.environ["TMPDIR"] = tempfile.tempdir = self._directory
-        # An mpirun fails if another one makes its directory at the same moment; one that is not empty is never removed.
-        os.makedirs(f"{self._directory}/ompi.{os.uname().nodename}.{os.geteuid()}/kept", 0o700)
+        # If two mpiruns create Open MPI's directory at the same moment, one fails. It stays while it is not empty.
+        host = os.uname().nodename.partition(".")[0]  # as Open MPI names it
+        sessions = f"{self._directory}/ompi.{host}.{os.geteuid()}"
+        os.mkdir(sessions, 0o700)
+        os.mkdir(f"{sessions}/kept")
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles all tests and ringtrain anew
         sys.dont_write_bytecode = False
 

@@ -243,7 +243,7 @@ def describe_loaded_code() -> dict[str, str | list[str]]:
     return facts | dict(sorted(versions.items()))
 
 
-@functools.cache  # a version is told three times, and each look parses the package's metadata
+@functools.cache  # a start needs each version three times, and each lookup parses the package's metadata
 def package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

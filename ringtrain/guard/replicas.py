@@ -107,7 +107,7 @@ def require_finite_values(
     """
 
     def look() -> None:
-        # Not a graph: to trace it takes as long as tens of these calls.
+        # Eager: tracing a graph would take as long as tens of these checks.
         are_finite = tf.convert_to_tensor([_is_finite(variable.value) for variable in variables.values()]).numpy()
         bad = [name for name, is_finite in zip(variables, are_finite, strict=True) if not is_finite]
         if bad:

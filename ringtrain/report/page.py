@@ -125,6 +125,6 @@ def read_own_files() -> tuple[str, list[str], list[str]]:
         f".{name} {{ background: {colour}; fill: {colour}; --of-run: {colour}; }}\n" for name, colour in colours.items()
     )
     sources = (resources.files("plotly") / "package_data/plotly.min.js", TEMPLATE / "page.js")
-    programs = [source.read_bytes() for source in sources]
-    digests = [base64.b64encode(hashlib.sha256(program).digest()).decode() for program in programs]
-    return style, [program.decode() for program in programs], digests
+    programs = [source.read_text(encoding="utf-8") for source in sources]  # newlines as a browser hashes them
+    digests = [base64.b64encode(hashlib.sha256(program.encode()).digest()).decode() for program in programs]
+    return style, programs, digests

@@ -39,7 +39,7 @@ def remove_dead_segments() -> list[Path]:
     for path in dead.values():
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-    return [*dead.values()]
+    return list(dead.values())
 
 
 def sees_all_processes() -> bool:
@@ -51,7 +51,7 @@ def sees_all_processes() -> bool:
 
 
 def find_mapped_files(process: Path) -> Iterator[tuple[int, int]]:
-    """Yield device and inode of each; nothing of another user's process."""
-    with contextlib.suppress(OSError):  # also of one that has exited
+    """Yield device and inode of each file that a process maps; nothing if it has exited or is another user's."""
+    with contextlib.suppress(OSError):
         for major, minor, inode in MAPPED.findall((process / "maps").read_text(errors="replace")):
             yield os.makedev(int(major, 16), int(minor, 16)), int(inode)

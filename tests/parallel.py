@@ -123,14 +123,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             a new worker that is assigned one waits for ever.
             """
             scopes = self.assigned_work.pop(node)
-            tests = [test for tests in scopes.values() for test, is_done in tests.items() if not is_done]
-            if not tests:
+            unfinished = (test for tests in scopes.values() for test, is_done in tests.items() if not is_done)
+            crashed = next(unfinished, None)
+            if crashed is None:
                 return None
-            scopes[self._split_scope(tests[0])][tests[0]] = True
+            scopes[self._split_scope(crashed)][crashed] = True
             self.workqueue.update({scope: tests for scope, tests in scopes.items() if not all(tests.values())})
             for other in self.nodes:
                 self._reschedule(other)
-            return tests[0]
+            return crashed
 
         def _reschedule(self, node: Any) -> None:
             if node in self.registered_collections:  # else it still collects, and schedule() follows

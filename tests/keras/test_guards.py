@@ -87,7 +87,7 @@ def test_a_second_compile_without_the_wrapper_is_named(collective: Collective) -
     model.layers[0].trainable = False
     fit(model, DISTRIBUTE(keras.optimizers.SGD()), batches)
     model.layers[0].trainable = True
-    with pytest.raises(UsageError, match=r"'forgotten' \(SGD\) is not distributed.*hvd.DistributedOptimizer"):
+    with pytest.raises(UsageError, match=r"'forgotten' \(SGD\) .*hvd.DistributedOptimizer"):
         fit(model, keras.optimizers.SGD(name="forgotten"), batches)
     fit(model, DISTRIBUTE(keras.optimizers.SGD(1e-3)), batches)
 
@@ -320,7 +320,7 @@ def test_a_rank_that_stops_mid_epoch_is_named_after_the_epoch(collective: Collec
     batches = dataset(make_batches(4, steps=4))
     for groups in (None, 2):
         optimizer = DISTRIBUTE(keras.optimizers.SGD(0.01), groups=groups)
-        with pytest.raises(UsageError, match=r"batches in epoch 1 \(rank 0: 2, rank 1: 4\).*MetricAverageCallback"):
+        with pytest.raises(UsageError, match=r"epoch 1 \(rank 0: 2, rank 1: 4\).*MetricAverageCallback"):
             fit(make_model(), optimizer, batches, epochs=2, callbacks=[StopOn(0, batch=1)])
 
 

@@ -114,7 +114,7 @@ def test_a_fit_saves_on_sigterm_and_reports_it(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     finished = fit("nan", tmp_path / "run")
     assert finished.rc == 4, finished.stdout + finished.stderr
-    assert "error: the loss of rank 1 is not finite, in step 6. " in finished.stderr
+    assert re.search(r"error: .*loss of rank 1 .*step 6\b", finished.stderr)
     assert "Traceback" not in finished.stderr
     assert all(event["step"] < 6 for event in events(tmp_path / "run", "checkpoint"))
 
@@ -187,8 +187,8 @@ def test_ctrl_c_of_launch_local_is_acknowledged_once(tmp_path: Path) -> None:
         run.wait_for_step(4)
         run.signal_launcher(signal.SIGINT)
         assert run.wait() == 75, run.text()
-    assert "launch: SIGINT: the ranks save and leave" in run.text()
-    assert "saving after this step" not in run.text()
+    assert "launch: SIGINT: " in run.text()
+    assert run.text().count("SIGINT: ") == 1
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_each_signal_saves_and_starts_the_job_again_once(cluster: Cluster, tmp_p
         job.wait_for_restarts(restarts + 1)
         assert cluster.restarts(job.number) == restarts + 1
         stopped_at.append(last_step(job.out))
-        assert job.said[-1].endswith(f"The job starts again: restart {restarts + 1} of at most 20.")
+        assert f"restart {restarts + 1} of " in job.said[-1]
     assert_ended_as_if_undisturbed(job, undisturbed, restarts=2)
     assert [start["first_step"] for start in job.starts] == [0, *stopped_at], "steps were lost"
 

@@ -1,6 +1,7 @@
 """Nodes that go away under a run, whole or only for Slurm."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -51,8 +52,7 @@ def test_a_run_survives_lost_nodes_and_fences_their_writer(
     )
     told = read_end(tmp_path / ".launch" / f"{job.number}-0")
     assert told is not None
-    assert "has been taken over by process" in str(told.message)
-    assert f"on n2, job {job.number}; this process writes nothing more" in str(told.message)
+    assert re.search(rf"process \d+ on n2, job {job.number}; this process writes nothing more", str(told.message))
 
     assert len(cluster.rank_pids(job.number)) > 1, "the end of the old writer has ended the new one"
     cluster.restart_node("n1")
@@ -96,7 +96,7 @@ def test_a_spare_node_replaces_a_lost_one_without_a_requeue(
     assert job.starts[1]["first_step"] >= 5
     assert_ended_as_if_undisturbed(job, undisturbed, restarts=0, starts=2)
     assert "launch: lost n2: the " in job.output
-    assert "The ranks start again on the other nodes, 1 of at most 3 from the checkpoint of step " in job.output
+    assert re.search(r"start again .*, 1 of at most 3 from .* step \d", job.output)
     [restarted] = [event for event in events(job.out, "train") if "restart_sec" in event]
     assert restarted["time"] - lost_at - 1 <= restarted["restart_sec"] < 90  # Slurm notices a lost node after 27 s
     assert not list((tmp_path / ".launch").iterdir())

@@ -418,7 +418,7 @@ def test_a_run_written_by_another_process_is_refused_unchanged(config: Config) -
     other = Process(run)
     with other.popen:
         other.hold()
-        with pytest.raises(UsageError, match=f"is being written by process {other.pid} on"):
+        with pytest.raises(UsageError, match=f"process {other.pid} on"):
             open_run(config)
         assert read_files(run) == before
         other.popen.kill()

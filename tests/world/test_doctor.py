@@ -153,7 +153,7 @@ def test_the_doctor_reports_what_training_refuses(tmp_path: Path) -> None:
     said = " ".join(finished.stdout.split())
     assert "TF_NUM_INTRAOP_THREADS='zz' in the environment; it must be" in said
     assert "the package yaml does not load: RuntimeError: libyaml is broken" in said
-    assert finished.stdout.splitlines()[-1] == "Training would not work. Broken: environment."
+    assert finished.stdout.splitlines()[-1].endswith("Broken: environment.")
     for words in (["ringtrain", "train"], ["ringtrain", "report"], ["launch", "local"]):
         refused = run_command([sys.executable, "-m", *words], env=clean_environment(**env), timeout=60)
         assert refused.rc == 2
@@ -207,7 +207,7 @@ def test_a_launcher_of_another_mpi_makes_one_table_of_rank_0() -> None:
     finished = look(env={f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()})
     assert finished.rc == 2
     assert len(re.findall(TITLE, finished.stdout)) == 1
-    assert "started 2 processes, but Horovod sees 1" in row(finished, "joining")
+    assert re.search(r"2 processes, .* Horovod sees 1\b", row(finished, "joining"))
     assert "Traceback" not in finished.stdout + finished.stderr
 
 

@@ -113,7 +113,7 @@ def test_ctrl_c_saves(tmp_path: Path) -> None:
         run.signal_launcher(signal.SIGINT)
         assert run.wait() == 75, run.text()
     assert "launch: SIGINT: the ranks save and leave; Ctrl-C again ends them at once" in run.text()
-    assert "saving after this step" not in run.text(), "it is acknowledged once"
+    assert run.text().count("SIGINT: ") == 1, "it is acknowledged once"
     assert run.text().splitlines()[-1].startswith("launch: stopped by SIGINT at rank 0 on ")
     assert [event["exit_code"] for event in events(out, "end")] == [75]
 
@@ -135,7 +135,7 @@ def test_the_first_rank_to_fail_is_named_last(tmp_path: Path) -> None:
         pid = run.rank_pid(1)
         run.signal_rank(1, signal.SIGKILL)
         assert run.wait() == 1, run.text()
-    assert f"(pid {pid}) was killed by SIGKILL, the first to end" in run.text().splitlines()[-1], run.text()
+    assert re.search(rf"rank 1 .*\(pid {pid}\) .*SIGKILL", run.text().splitlines()[-1]), run.text()
 
 
 def test_wrong_input_is_reported_once_and_last_with_its_code(tmp_path: Path) -> None:

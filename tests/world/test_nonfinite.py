@@ -1,5 +1,6 @@
 """What is found out about a step that was not finite, and that no state is saved that is not."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,6 @@ def test_a_state_that_is_not_finite_is_never_saved(run_ringtrain: RunRingtrain, 
     finished = run_ringtrain([*arguments, "--steps", "1", "--out", str(tmp_path / "out")])
     assert finished.rc == 4
     [message] = error_lines(finished)
-    assert "after step 1 not all values of weights/sequential/dense/kernel are finite" in message
+    assert re.search(r"step 1 .*weights/sequential/dense/kernel", message)
     assert list((tmp_path / "out").glob("checkpoints/step-*")) == []
     assert events(tmp_path / "out")[-1]["status"] == "diverged"

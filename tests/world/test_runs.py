@@ -230,13 +230,13 @@ def test_a_nan_loss_stops_all_ranks_and_is_reported_once(
     finished = run_ringtrain(nan_arguments(tmp_path / "out", sample), launcher="mpirun", np=size)
     assert finished.rc == 4
     [message] = error_lines(finished)
-    assert f"step {step}: loss or gradient is not finite; seen in the loss of rank {rank} on" in message
+    assert re.search(rf"step {step}: .*loss of rank {rank} on", message)
     assert f"(sample {sample})." in message
     assert re.findall(r"rank (\d) on \S+, its cores", message) == [str(rank)], "no other rank is named"
     losses = re.search(r"Mean losses from rank 0 on: ([\d., na]+)\.", message)
     assert losses is not None
     assert [number for number, loss in enumerate(losses[1].split(", ")) if loss == "nan"] == [rank]
-    assert f"At rank {rank} the gradient of sequential/dense/kernel and of 1 more was not finite." in message
+    assert re.search(rf"rank {rank} the gradient of sequential/dense/kernel .*1 more", message)
     with np.load(tmp_path / f"out/nonfinite/step-{step:09d}-rank-{rank}.npz", allow_pickle=False) as batch:
         assert sample in batch["indices"]
         assert np.isnan(batch["x"][batch["indices"] == sample]).any()

@@ -161,7 +161,7 @@ def test_mlflow_has_one_run_with_each_step_once(python: Path, server: Server, tm
         wait_for_more(run, 5)
         run.signal_rank(0, signal.SIGUSR1)
         assert run.wait(120) == 75, run.text()
-        assert "mlflow did not take all. The next start sends the rest, or: python -m ringtrain track" in run.text()
+        assert f"python -m ringtrain track {out} --to mlflow" in run.text()
     with running(out, *flags, start=start, env=SLOW_STEP | variables) as run:
         wait_for_more(run, 3)
         run.kill()

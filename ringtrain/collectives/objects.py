@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import numpy as np
 from ringtrain.collectives.base import Collective
 from ringtrain.errors import EXIT_CODES, RingtrainError
 from ringtrain.runtime import activity
+from ringtrain.runtime.shutdown import require_same_process
 
 Result = TypeVar("Result")
 
@@ -66,10 +68,14 @@ def run_on_rank0(collective: Collective, action: Callable[[], Any], *, name: str
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, dict[str, Any] | None]:
+    pid = os.getpid()
+    result, failure = None, None
     try:
-        return action(), None
+        result = action()
     except RingtrainError as error:
-        return None, {"message": str(error), "exit_code": error.exit_code}
+        failure = {"message": str(error), "exit_code": error.exit_code}
+    require_same_process(pid)
+    return result, failure
 
 
 def _error(failure: dict[str, Any]) -> RingtrainError:

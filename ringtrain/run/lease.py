@@ -24,6 +24,7 @@ from ringtrain.files.atomic import replace_text
 from ringtrain.files.bounded import make_directory, open_directory, read_small
 from ringtrain.messages.log import LOG
 from ringtrain.runtime.processes import read_process
+from ringtrain.runtime.shutdown import require_same_process
 
 LEASE_DIRECTORY = ".lease"
 BEAT_SECONDS = 5.0
@@ -52,12 +53,8 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise LeaseLostError if it is lost, or this process was forked from its holder."""
-        if os.getpid() != self._pid:
-            raise LeaseLostError(
-                f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
-                f"which is that of process {self._pid}. It has to end by itself, such as by os._exit(0)."
-            )
+        """Raise LeaseLostError if it is lost, RingtrainError if this process was forked from its holder."""
+        require_same_process(self._pid)
         try:
             newest = _newest_number(self._directory)
         except OSError as error:

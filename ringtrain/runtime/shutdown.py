@@ -23,6 +23,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ringtrain.config import Config
+from ringtrain.errors import RingtrainError
 from ringtrain.messages.defects import format_defect, is_users_own
 from ringtrain.messages.escaping import escape, escape_block
 from ringtrain.runtime.orphans import describe_command, hand_over
@@ -64,6 +65,15 @@ def ending_forked() -> Iterator[None]:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(_exit_code)
+
+
+def require_same_process(pid: int) -> None:
+    """Raise RingtrainError in a process that user code has forked from ``pid``: what it shares would be used twice."""
+    if os.getpid() != pid:
+        raise RingtrainError(
+            f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
+            f"which is that of process {pid}. It has to end by itself, such as by os._exit(0)."
+        )
 
 
 def watch_end(*, has_left_ranks: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ringtrain.errors import UsageError
+from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.log import show_log
 from ringtrain.run import lease as lease_module
 from ringtrain.run.lease import LEASE_DIRECTORY, Lease, LeaseLostError, acquire_lease, is_held, take_over
@@ -254,6 +254,21 @@ def test_a_late_writer_learns_which_process_took_over(tmp_path: Path, start: Any
     with pytest.raises(UsageError, match=f"process {other.pid}"):
         acquire(tmp_path)
     other.end()
+
+
+def test_a_process_forked_from_the_holder_does_not_write(tmp_path: Path) -> None:
+    lease = acquire(tmp_path)
+    pid = os.fork()
+    if not pid:
+        try:
+            lease.check()
+        except RingtrainError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    lease.check()
+    lease.close()
 
 
 def test_a_late_writer_that_lets_go_does_not_let_go_of_another_s(tmp_path: Path) -> None:

@@ -284,6 +284,18 @@ def test_raise_on_all_ranks_returns_each_rank_s_result(collective: Collective) -
     assert raise_on_all_ranks(collective, lambda: collective.world.rank * 2, name="own") == collective.world.rank * 2
 
 
+@on_ranks(2)
+def test_a_forked_process_that_comes_back_into_a_call_is_kept_out(collective: Collective) -> None:
+    forked: list[int] = []
+    try:
+        raise_on_all_ranks(collective, lambda: forked.append(os.fork()), name="forked")
+    except RingtrainError as error:
+        os._exit(0 if "which the workload's code has forked" in str(error) else 1)
+    if not forked[0]:
+        os._exit(2)  # it took part
+    assert os.waitpid(forked[0], 0)[1] == 0
+
+
 @on_ranks(1, 2, 3)
 def test_run_on_rank0_acts_once_and_broadcasts_the_result(collective: Collective) -> None:
     calls: list[int] = []

@@ -105,13 +105,18 @@ def test_a_script_has_all_its_time_and_is_ended_after_its_end(
 
 
 @pytest.mark.slow
-def test_a_forked_process_that_comes_back_does_not_touch_the_run(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [None, "mpirun", "horovodrun --gloo"])
+def test_a_forked_process_that_comes_back_does_not_touch_the_run(
+    launcher: str | None, run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     arguments = ["--workload", f"{STAYING}:LastingForker", "--out", out, "--epochs", "1"]
-    finished = run_ringtrain(arguments, timeout=60)
+    finished = run_ringtrain(arguments, launcher=launcher, timeout=60)
     assert finished.rc == 0, finished.stderr
-    assert "ValueError: of the forked process" in finished.stderr
-    assert "came back from there into the training" in finished.stderr
+    num_ranks = 2 if launcher else 1
+    assert finished.stderr.count("ValueError: of the forked process") == num_ranks
+    assert len(re.findall(r"process \d+, .* came back from there into the training", finished.stderr)) == num_ranks
+    assert finished.stdout.count("323 parameters") == 1
     assert [event["status"] for event in events(out, "end")] == ["completed"]
     assert len(events(out, "start")) == 1
     assert "released" in (next((out / ".lease").iterdir())).read_text()

@@ -27,7 +27,6 @@ class Totals(NamedTuple):
 class Collective(abc.ABC):
     """Communication among all ranks. Every rank must make each call; ``name`` identifies it."""
 
-    world: World
     description: str
     # Same on all ranks. True: gradients are reduced in groups during the backward pass; False: by one ordered sum.
     overlaps_compute: bool = True
@@ -35,6 +34,10 @@ class Collective(abc.ABC):
     may_use_mpi: bool = False
     sums_bfloat16: bool = True
     list_types: Collection[str] = ()  # in ``sum_in_order``, many tensors of these are as fast as one
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.pid = os.getpid()  # a forked process shares the connections: it must not use them
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
@@ -114,9 +117,6 @@ class Collective(abc.ABC):
 
 class Solo(Collective):
     description = "none (one process)"
-
-    def __init__(self, world: World) -> None:
-        self.world = world
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
         return list(tensors)

@@ -52,7 +52,7 @@ class HorovodCollective(Collective):
 
     def __init__(self, world: World, hvd: ModuleType, threads: Collection[int] = ()) -> None:
         """``threads``: those that Horovod and MPI started in this process."""
-        self.world = world
+        super().__init__(world)
         controller = "MPI" if hvd.mpi_enabled() else "Gloo"
         self.description = f"Horovod over {controller}" + (" and NCCL" if hvd.nccl_built() else "")
         self.hvd = hvd

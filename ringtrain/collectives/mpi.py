@@ -45,7 +45,7 @@ class MpiCollective(Collective):
     def __init__(self, world: World) -> None:
         from mpi4py import MPI
 
-        self.world = world
+        super().__init__(world)
         self._ranks = MPI.COMM_WORLD
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:

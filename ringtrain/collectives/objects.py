@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[
     """
     import tensorflow as tf
 
+    require_same_process(collective.pid)
     data = json.dumps([name, value]).encode()
     digest = np.frombuffer(hashlib.blake2b(data, digest_size=32).digest(), np.int64)
     with activity.meeting(), tf.device("/CPU:0"):  # NCCL is not needed, and may not work yet
@@ -46,7 +46,7 @@ def all_gather_object(collective: Collective, value: Any, *, name: str) -> list[
 
 def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, name: str) -> Result:
     """Run an action; all ranks continue, or all raise the first failed rank's error. Collective."""
-    result, failure = _attempt(action)
+    result, failure = _attempt(collective, action)
     failures = all_gather_object(collective, failure and {**failure, "node": collective.world.node}, name=name)
     failed = [rank for rank, item in enumerate(failures) if item]
     if not failed:
@@ -60,22 +60,19 @@ def raise_on_all_ranks(collective: Collective, action: Callable[[], Result], *, 
 
 def run_on_rank0(collective: Collective, action: Callable[[], Any], *, name: str) -> Any:
     """Return rank 0's JSON result, or raise its error, on every rank. Collective."""
-    outcome = _attempt(action) if collective.world.is_rank0 else (None, None)
+    outcome = _attempt(collective, action) if collective.world.is_rank0 else (None, None)
     result, failure = all_gather_object(collective, outcome, name=name)[0]
     if failure:
         raise _error(failure)
     return result
 
 
-def _attempt(action: Callable[[], Result]) -> tuple[Result | None, dict[str, Any] | None]:
-    pid = os.getpid()
-    result, failure = None, None
+def _attempt(collective: Collective, action: Callable[[], Result]) -> tuple[Result | None, dict[str, Any] | None]:
     try:
-        result = action()
+        return action(), None
     except RingtrainError as error:
-        failure = {"message": str(error), "exit_code": error.exit_code}
-    require_same_process(pid)
-    return result, failure
+        require_same_process(collective.pid)  # raised with the error as its context
+        return None, {"message": str(error), "exit_code": error.exit_code}
 
 
 def _error(failure: dict[str, Any]) -> RingtrainError:

@@ -53,7 +53,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise LeaseLostError if it is lost, RingtrainError if this process was forked from its holder."""
+        """Raise LeaseLostError if the lease is lost, RingtrainError in a process forked from its holder."""
         require_same_process(self._pid)
         try:
             newest = _newest_number(self._directory)

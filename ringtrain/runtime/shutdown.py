@@ -55,6 +55,7 @@ def ending_forked() -> Iterator[None]:
     pid = os.getpid()
     try:
         yield
+        require_same_process(pid)
     except BaseException as error:
         if os.getpid() == pid:
             raise
@@ -68,11 +69,11 @@ def ending_forked() -> Iterator[None]:
 
 
 def require_same_process(pid: int) -> None:
-    """Raise RingtrainError in a process that user code has forked from ``pid``: what it shares would be used twice."""
+    """Raise RingtrainError in a process forked from ``pid``, which shares its parent's connections and files."""
     if os.getpid() != pid:
         raise RingtrainError(
-            f"process {os.getpid()}, which the workload's code has forked, came back from there into the training, "
-            f"which is that of process {pid}. It has to end by itself, such as by os._exit(0)."
+            f"process {os.getpid()}, which the workload's code forked from process {pid}, came back into ringtrain. A "
+            "forked process has to end by itself, such as by os._exit(0)."
         )
 
 

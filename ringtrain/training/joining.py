@@ -105,7 +105,7 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
             require_working_sums(collective, own_gpu())
             collective = with_native_sums(collective, config.backend)
             watchdog.meet(collective)
-            with use_collective(collective):
+            with use_collective(collective), shutdown.ending_forked():
                 yield collective, watchdog
         except BaseException as error:
             leave_by(error, collective, watchdog)

@@ -256,7 +256,7 @@ def test_a_late_writer_learns_which_process_took_over(tmp_path: Path, start: Any
     other.end()
 
 
-def test_a_process_forked_from_the_holder_does_not_write(tmp_path: Path) -> None:
+def test_a_process_forked_from_the_holder_may_not_write(tmp_path: Path) -> None:
     lease = acquire(tmp_path)
     pid = os.fork()
     if not pid:

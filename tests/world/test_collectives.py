@@ -284,16 +284,25 @@ def test_raise_on_all_ranks_returns_each_rank_s_result(collective: Collective) -
     assert raise_on_all_ranks(collective, lambda: collective.world.rank * 2, name="own") == collective.world.rank * 2
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @on_ranks(2)
-def test_a_forked_process_that_comes_back_into_a_call_is_kept_out(collective: Collective) -> None:
-    forked: list[int] = []
+def test_a_forked_process_makes_no_collective_call(collective: Collective, fails: bool) -> None:
+    parent, children = os.getpid(), []
+
+    def fork() -> None:
+        children.append(os.fork())
+        if fails and os.getpid() != parent:
+            raise DataError("of the forked process")
+
     try:
-        raise_on_all_ranks(collective, lambda: forked.append(os.fork()), name="forked")
+        raise_on_all_ranks(collective, fork, name="forked")
     except RingtrainError as error:
-        os._exit(0 if "which the workload's code has forked" in str(error) else 1)
-    if not forked[0]:
-        os._exit(2)  # it took part
-    assert os.waitpid(forked[0], 0)[1] == 0
+        if os.getpid() == parent:
+            raise
+        os._exit(0 if isinstance(error.__context__, DataError) == fails else 1)
+    if os.getpid() != parent:
+        os._exit(2)
+    assert os.waitpid(children[0], 0)[1] == 0
 
 
 @on_ranks(1, 2, 3)

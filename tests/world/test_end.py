@@ -105,6 +105,20 @@ def test_a_script_has_all_its_time_and_is_ended_after_its_end(
 
 
 @pytest.mark.slow
+def test_a_forked_process_that_comes_back_does_not_touch_an_evaluation(
+    run_ringtrain: RunRingtrain, tmp_path: Path
+) -> None:
+    workload = ["--workload", f"{STAYING}:LastingForker"]
+    assert run_ringtrain([*workload, "--out", tmp_path / "run", "--epochs", "1"], timeout=60).rc == 0
+    evaluation = ["eval", tmp_path / "run", *workload]
+    finished = run_ringtrain(evaluation, python=["-m", "launch", "local", "-np", "2", "--"], timeout=60)
+    assert finished.rc == 0, finished.stderr
+    assert finished.stderr.count("ValueError: of the forked process") == 2
+    assert len(re.findall(r"process \d+, .* came back into ringtrain", finished.stderr)) == 2
+    assert finished.stdout.count("eval loss") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [None, "mpirun", "horovodrun --gloo"])
 def test_a_forked_process_that_comes_back_does_not_touch_the_run(
     launcher: str | None, run_ringtrain: RunRingtrain, tmp_path: Path
@@ -115,7 +129,7 @@ def test_a_forked_process_that_comes_back_does_not_touch_the_run(
     assert finished.rc == 0, finished.stderr
     num_ranks = 2 if launcher else 1
     assert finished.stderr.count("ValueError: of the forked process") == num_ranks
-    assert len(re.findall(r"process \d+, .* came back from there into the training", finished.stderr)) == num_ranks
+    assert len(re.findall(r"process \d+, .* came back into ringtrain", finished.stderr)) == num_ranks
     assert finished.stdout.count("323 parameters") == 1
     assert [event["status"] for event in events(out, "end")] == ["completed"]
     assert len(events(out, "start")) == 1

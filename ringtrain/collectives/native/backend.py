@@ -42,7 +42,8 @@ class Native(Collective):
         """``carrier`` does what is not summed natively: unordered calls, unless it orders all. Ranks with one core do
         not overlap compute.
         """
-        self.world, self.is_ordered = carrier.world, carrier.is_ordered
+        super().__init__(carrier.world)
+        self.is_ordered = carrier.is_ordered
         self.overlaps_compute = overlaps_compute
         what = "sums" if self.is_ordered else "short sums" if overlaps_compute else "gradients"
         self.description = f"{carrier.description}, {what} natively"

@@ -33,7 +33,7 @@ class LastingForker(Lasting):
     """It forks processes that come back: one leaves as Python does, one raises, one goes on as if it were the run."""
 
     def create_model(self) -> keras.Model:
-        model = super().create_model()  # in a forked process TensorFlow lacks its threads
+        model = super().create_model()  # before the fork, which takes no threads along
         for come_back in (sys.exit, self.fail, lambda: None):
             if os.fork() == 0:
                 come_back()

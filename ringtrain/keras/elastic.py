@@ -32,6 +32,12 @@ from ringtrain.guard import causes
 from ringtrain.keras.collective import broadcast_variables, log
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.messages.defects import describe_defect
+from ringtrain.run.held_variables import (
+    COMPILED_OPTIMIZER,
+    find_optimizers,
+    find_variables,
+    variable_id,
+)
 
 # In an error of a failed sum: the operation, or a library below Horovod.
 LOST_SIGNS = (*causes.LOST_SIGNS, "Horovod", "gloo/", "NCCL")
@@ -102,7 +108,7 @@ class KerasState(ObjectState):
             optimizer: default: the compiled one.
 
         Raises:
-            UsageError: the model has no weights, or no optimizer.
+            UsageError: the model has no weights, or no optimizer, or an optimizer has no variables.
         """
         optimizer = optimizer or getattr(model, "optimizer", None)
         if not model.built:
@@ -115,7 +121,8 @@ class KerasState(ObjectState):
         self.model, self.optimizer = model, optimizer
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        self._saved: list[tuple[keras.Variable, Any]] = []
+        self._require_built_optimizers()
+        self._saved: list[tuple[keras.Variable | tf.Variable, tf.Tensor]] = []
         self._save_variables()
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
 
@@ -133,7 +140,10 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         """Broadcast rank 0's state and save it. Seeds are not broadcast."""
         with telling_lost_ranks():  # another rank may be lost during the broadcast
-            broadcast_variables([*self.model.weights, *self.optimizer.variables], root_rank=0)
+            optimizer_variables = []
+            for optimizer in self._optimizers().values():
+                optimizer_variables += optimizer.variables
+            broadcast_variables(self.model.weights + optimizer_variables, root_rank=0)
             self._save_variables()
             super().sync()
 
@@ -144,9 +154,35 @@ class KerasState(ObjectState):
             distributed._agg_helper.clear()
         self.model.train_function = None
 
+    def _optimizers(self) -> dict[str, keras.optimizers.Optimizer]:
+        """Return this state's optimizer, and all others of the model, by path."""
+        optimizers = {"": self.optimizer}
+        for path, optimizer in find_optimizers(self.model).items():
+            if optimizer is not self.optimizer and path != COMPILED_OPTIMIZER:
+                optimizers[path] = optimizer
+        return optimizers
+
+    def _require_built_optimizers(self) -> None:
+        for path, optimizer in self._optimizers().items():
+            if not optimizer.built:
+                raise UsageError(
+                    f"KerasState: model.{path} has no variables before its first step, and a rank that joins would "
+                    f"have none to receive. Before, call model.{path}.build(variables) with the variables that it "
+                    "trains."
+                )
+
     def _save_variables(self) -> None:
-        variables = [*self.model.variables, *self.optimizer.variables]
-        self._saved = [(variable, tf.identity(variable.value)) for variable in variables]
+        """Keep copies of all variables that training may change, on this rank."""
+        by_id: dict[int, keras.Variable | tf.Variable] = {}
+        for owner in (self.model, self.optimizer):
+            for variable in find_variables(owner).values():
+                by_id[variable_id(variable)] = variable
+        for variable in self.model.variables + self.optimizer.variables:
+            by_id[variable_id(variable)] = variable
+        self._saved = []
+        for variable in by_id.values():
+            value = variable.value if isinstance(variable, keras.Variable) else variable
+            self._saved.append((variable, tf.identity(value)))
 
 
 class CommitStateCallback(keras.callbacks.Callback):

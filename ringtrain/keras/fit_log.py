@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
-import tensorflow as tf
 
 from ringtrain.collectives import all_gather_object, run_on_rank0
-from ringtrain.keras.rank_state import Arrays, metric_variables
+from ringtrain.collectives.metric_states import (
+    MetricState,
+    leaf_metrics,
+    merge_states,
+    merging_of,
+    require_same_list,
+    require_same_metrics,
+)
+from ringtrain.keras.merged_metrics import (
+    count_samples,
+    find_unmergeable,
+    read_metric_states,
+    read_results,
+    scalars,
+)
+from ringtrain.keras.rank_state import Arrays
 from ringtrain.training.session import RunSession
+
+Vector = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True)
 class Means:
-    """Means over the samples of all ranks."""
+    """Values over the samples of all ranks: of a maximum or minimum, over the samples of the epoch so far."""
 
     values: dict[str, float]
     samples: int = 0  # 0: unknown
@@ -28,12 +44,19 @@ class Means:
 
 
 class FitLog:
+    """The lines of a ``fit``: means over the samples since the line before."""
+
     def __init__(self, model: keras.Model, session: RunSession) -> None:
-        self._model, self._session, self._collective = model, session, session.collective
-        self._sums_before: npt.NDArray[np.float64] | None = None  # at the last line; None: in an earlier epoch
-        self._carried: npt.NDArray[np.float64] | None = None  # of the last epoch, since its last line
+        self._model = model
+        self._session = session
+        self._collective = session.collective
+        self._sums_before: Vector | None = None  # merged sums at the last line; None: in an earlier epoch
+        self._carried: Vector | None = None  # sums of the last epoch since its last line
         self._steps_before = session.start.step
-        self._seconds, self._last_time = 0.0, 0.0
+        self._seconds = 0.0
+        self._last_time = 0.0
+        self._are_metrics_compared = False
+        self._are_logs_compared = False
 
     def count_time(self) -> None:
         now = time.perf_counter()
@@ -44,24 +67,33 @@ class FitLog:
         self._last_time = time.perf_counter()
 
     def carry_over(self) -> None:
-        """Keras resets the sums. Collective."""
-        sums = self._sum_metrics()
+        """Keep the sums of an epoch, which Keras resets. Collective."""
+        sums = _sums(self._merge())
         self._carried = sums if self._sums_before is None else sums - self._sums_before
 
     def end_epoch(self, step: int) -> None:
         if self._carried is None:
-            self._sums_before, self._steps_before, self._seconds = None, step, 0.0
+            self._sums_before = None
+            self._steps_before = step
+            self._seconds = 0.0
         else:
-            self._sums_before, self._carried = -self._carried, None
+            self._sums_before = -self._carried
+            self._carried = None
 
     def take_means(self, step: int, logs: Mapping[str, Any]) -> Means:
-        """Return means since the last line. Collective."""
-        sums = self._sum_metrics()
-        values, samples = self._read_metrics(sums if self._sums_before is None else sums - self._sums_before)
-        if values.keys() != logs.keys() or not samples:  # a train_step that returns other values
-            values = self._mean_over_ranks(scalars(logs))
+        """Return the values since the last line. Collective."""
+        merged = self._merge()
+        self._compare_names(logs)
+        sums = _sums(merged)
+        since_last_line = merged
+        if self._sums_before is not None:
+            since_last_line = _with_sums(merged, sums - self._sums_before)
+        samples = round(count_samples(since_last_line) or 0)
+        values = self._values_of(scalars(logs), since_last_line if samples else [])
         means = Means(values, samples, step - self._steps_before, self._seconds)
-        self._sums_before, self._steps_before, self._seconds = sums, step, 0.0
+        self._sums_before = sums
+        self._steps_before = step
+        self._seconds = 0.0
         return means
 
     def write(self, means: Means, step: int, *, epoch: float, samples_seen: int) -> None:
@@ -75,18 +107,22 @@ class FitLog:
         self._session.log("train", values | speed, step=step, epoch=round(epoch, 4), samples_seen=samples_seen)
 
     def read_validation(self, logs: Mapping[str, Any]) -> Means:
-        """Return means of the validation, if any. Collective."""
-        mine = {name.removeprefix("val_"): v for name, v in scalars(logs).items() if name.startswith("val_")}
-        had = all_gather_object(self._collective, bool(mine), name="fit/validated")
+        """Return the values of the validation, if any. Collective."""
+        local_values = {
+            name.removeprefix("val_"): value for name, value in scalars(logs).items() if name.startswith("val_")
+        }
+        had = all_gather_object(self._collective, bool(local_values), name="fit/validated")
         if not all(had):
-            return Means(run_on_rank0(self._collective, lambda: mine, name="fit/validated_by_rank0"))
-        values, samples = self._read_metrics(self._sum_metrics())  # still of that validation
-        if not samples:
-            return Means(self._mean_over_ranks(mine))
-        return Means({name: value for name, value in values.items() if name in mine}, samples)
+            return Means(run_on_rank0(self._collective, lambda: local_values, name="fit/validated_by_rank0"))
+        names = sorted(local_values)
+        require_same_list(names, names, self._collective, name="fit/validation", kind="validation metrics")
+        merged = self._merge()  # Keras has not reset the states of that validation
+        samples = round(count_samples(merged) or 0)
+        return Means(self._values_of(local_values, merged if samples else []), samples)
 
     def own(self) -> Arrays:
-        sums = () if self._sums_before is None else self._sums_before
+        """Return what a checkpoint keeps of the log."""
+        sums = [] if self._sums_before is None else self._sums_before.tolist()
         return {
             "metrics/log": np.array([self._steps_before, *sums], np.float64),
             "metrics/seconds": np.array([self._seconds]),
@@ -95,37 +131,72 @@ class FitLog:
     def set_own(self, own: Arrays) -> None:
         if "metrics/log" not in own:
             return
-        steps, *sums = own["metrics/log"]
-        self._steps_before, self._sums_before = int(steps), np.array(sums) if sums else None
+        saved = own["metrics/log"]
+        self._steps_before = int(saved[0])
+        self._sums_before = saved[1:] if saved.size > 1 else None
         self._seconds = float(own["metrics/seconds"][0])
 
-    def _sum_metrics(self) -> npt.NDArray[np.float64]:
-        """Sum all metrics' variables over all ranks, float64 [n]. Collective."""
-        mine = [np.ravel(keras.ops.convert_to_numpy(v.value)).astype(np.float64) for v in metric_variables(self._model)]
-        [total] = self._collective.all_reduce([tf.constant(np.concatenate([[0.0], *mine]))], name="fit/metrics")
-        return np.asarray(total.numpy(), np.float64)[1:]
+    def _merge(self) -> list[MetricState]:
+        """Merge the metrics' states of all ranks. Collective."""
+        if not self._are_metrics_compared:
+            require_same_metrics(leaf_metrics(self._model.metrics), self._collective, name="fit/metric_names")
+            self._are_metrics_compared = True
+        return merge_states(read_metric_states(self._model), self._collective, name="fit/metrics")
 
-    def _read_metrics(self, sums: npt.NDArray[np.float64]) -> tuple[dict[str, float], int]:
-        """Return metrics and number of samples for these sums, float64 [n]."""
-        variables = metric_variables(self._model)
-        if not variables:
-            return {}, 0
-        before = [keras.ops.convert_to_numpy(v.value) for v in variables]
-        ends = np.cumsum([value.size for value in before])
-        counts = [m.count for m in self._model.metrics if m.name == "loss" and isinstance(m, keras.metrics.Mean)]
-        try:
-            for variable, part in zip(variables, np.split(sums, ends[:-1]), strict=True):
-                variable.assign(part.reshape(variable.shape).astype(variable.dtype))
-            return scalars(self._model.get_metrics_result()), int(counts[0].numpy()) if counts else 0
-        finally:
-            for variable, value in zip(variables, before, strict=True):
-                variable.assign(value)
+    def _read(self, states: Sequence[MetricState]) -> dict[str, float]:
+        return read_results(self._model, states, num_ranks=self._collective.world.size)
 
-    def _mean_over_ranks(self, mine: dict[str, float]) -> dict[str, float]:
+    def _values_of(self, logs: Mapping[str, float], states: Sequence[MetricState]) -> dict[str, float]:
+        """Return the values over all ranks of what a step has returned. Collective.
+
+        A value that is no metric's result, such as one of a user-defined ``train_step``, is averaged over the ranks.
+
+        Args:
+            logs: this rank's values, of names that are equal on all ranks.
+            states: merged; empty if the step has updated no metric.
+        """
+        unmergeable = find_unmergeable(self._model) if self._collective.world.size > 1 else set()
+        merged = self._read(states) if states else {}
+        others = {name: value for name, value in logs.items() if name not in merged and name not in unmergeable}
+        values = self._mean_over_ranks(others) if others else {}
+        for name in logs:
+            if name in merged:
+                values[name] = merged[name]
+        return values
+
+    def _compare_names(self, logs: Mapping[str, Any]) -> None:
+        """Compare the names in the first logs between ranks. Collective."""
+        if not self._are_logs_compared:
+            names = sorted(scalars(logs))
+            require_same_list(names, names, self._collective, name="fit/logs", kind="values in the logs")
+            self._are_logs_compared = True
+
+    def _mean_over_ranks(self, local_values: dict[str, float]) -> dict[str, float]:
         """Return unweighted means. Collective."""
-        of_ranks = all_gather_object(self._collective, mine, name="fit/values")
-        return {name: float(np.mean([float(each[name]) for each in of_ranks])) for name in of_ranks[0]}
+        values_by_rank = all_gather_object(self._collective, local_values, name="fit/values")
+        means = {}
+        for name in values_by_rank[0]:
+            means[name] = float(np.mean([float(values[name]) for values in values_by_rank]))
+        return means
 
 
-def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}
+def _sums(states: Sequence[MetricState]) -> Vector:
+    """Return all values as one vector, float64 [n]. Only those that are sums are subtracted later."""
+    parts = [np.zeros(0)]
+    for state in states:
+        for value in state.values:
+            parts.append(np.ravel(value).astype(np.float64))
+    return np.concatenate(parts)
+
+
+def _with_sums(states: Sequence[MetricState], sums: Vector) -> list[MetricState]:
+    """Replace the values that are sums by those of a vector of ``_sums``."""
+    replaced = []
+    for state in states:
+        values = []
+        for value in state.values:
+            values.append(sums[: value.size].reshape(value.shape))
+            sums = sums[value.size :]
+        is_sum = merging_of(state.metric).is_sum
+        replaced.append(MetricState(state.metric, values if is_sum else state.values))
+    return replaced

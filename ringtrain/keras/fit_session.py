@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -19,10 +19,13 @@ from ringtrain.keras.batches import GENERATORS, Batches, Position
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Exchange
 from ringtrain.keras.fit_log import FitLog
+from ringtrain.keras.fit_state import build_other_optimizers, built_optimizers, name_state
 from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY, TrainingGuard
+from ringtrain.keras.merged_metrics import watch_metrics
 from ringtrain.keras.rank_state import (
     RANKS,
     Arrays,
+    HeldState,
     add_metrics,
     best_weights_of,
     counts_of,
@@ -31,13 +34,15 @@ from ringtrain.keras.rank_state import (
     own_of,
     scatter_arrays,
     set_counts,
+    set_metrics,
     set_own,
 )
 from ringtrain.keras.step_sums import Votes
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.run.checkpoint import Checkpoint
-from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
+from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime.activity import Note, Phase, set_phase
+from ringtrain.runtime.private import build_symbolically
 from ringtrain.runtime.world import read_world
 from ringtrain.training.creation import warn_of_best
 from ringtrain.training.saving import set_values
@@ -59,38 +64,58 @@ class FitSession:
         self._log = FitLog(model, session)
         self._variables: dict[str, keras.Variable] = {}
         self._equal: dict[str, keras.Variable] = {}  # of these, equal on all ranks
+        self._batch_spec: Any = None
         self._steps_of_epoch: int | None = None
         self._epoch_began_at = session.start.step
         self._build_error: Exception | None = None
         self._resumed: Arrays = {}  # this rank's own state, until the first epoch begins
         self._metrics_so_far: Arrays = {}  # of the epoch, until the first step after a resume
         self._last_logs: Mapping[str, Any] = {}
+        self._saved_logs: dict[str, Any] = {}  # of the resumed epoch, until its first step
         self._is_first_batch, self._is_stopped = True, False
         self._rates: list[tuple[keras.Variable, Any]] = []  # from the checkpoint
         self._looked_at = session.start.step
 
     def build_model(self, batch_spec: Any) -> None:
-        """Create the weights of a model without ``keras.Input`` before a restore.
+        """Create weights and metrics before a restore.
 
-        ``batch_spec``: ``tf.TensorSpec`` of (x,), (x, y) or (x, y, sample_weight).
+        Args:
+            batch_spec: ``tf.TensorSpec`` of (x,), (x, y) or (x, y, sample_weight).
         """
-        if not self.model.built:
-            try:
-                self.model._symbolic_build(data_batch=batch_spec)
-            except Exception as error:  # from user code: ``begin`` reports it
-                self._build_error = error
+        self._batch_spec = batch_spec
+        is_resumed_within_epoch = bool(self._progress.batches_done)
+        if self.model.built and not is_resumed_within_epoch:
+            return
+        try:
+            build_symbolically(self.model, batch_spec)
+        except Exception as error:  # from user code: ``begin`` reports it if weights are missing
+            self._build_error = error
 
-    def begin(self, others: list[keras.callbacks.Callback], *, steps: int | None) -> None:
+    def begin(
+        self,
+        others: list[keras.callbacks.Callback],
+        listed: Sequence[keras.callbacks.Callback],
+        *,
+        steps: int | None,
+    ) -> None:
         """Restore on rank 0 and broadcast. Collective.
 
-        ``others``: callbacks with saved counters; ``steps``: per epoch, None if unknown.
+        Args:
+            others: callbacks with saved counters.
+            listed: all callbacks of the fit.
+            steps: per epoch; None: unknown.
         """
-        self._others, self._steps_of_epoch = others, steps
+        self._others = others
+        self._steps_of_epoch = steps
         model = self.model
         self._require_shared_weights()
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        self._variables = name_variables(weights=named_weights(model), slots=named_slots(model.optimizer))
+        watch_metrics(model)
+        build_other_optimizers(model, self._batch_spec)
+        optimizers = built_optimizers(model)
+        self._variables = name_state(model, optimizers)
+        self._held = HeldState(model, listed)
         set_phase(Phase.RESTORE, takes_long=True)
         checkpoint = self._session.checkpoint
         named = {} if checkpoint is None else dict(checkpoint.variables)
@@ -106,16 +131,23 @@ class FitSession:
         self._votes.is_summed = False
         Exchange.votes = self._votes
         model.make_train_function(force=True)  # a function traced by an earlier fit has no votes
-        trained = {id(v) for v in (*model.trainable_variables, *model.optimizer.variables)}
-        self._equal = {
-            name: v
-            for name, v in self._variables.items()
-            if id(v) in trained and not name.endswith("learning_rate")  # compared by TrainingGuard, with its remedy
-        }
+        self._equal = self._find_equal(optimizers)
         self._replicas = ReplicaGuard(self._equal, self._collective)
         if not self._is_complete:
             self._session.begin()
         set_phase(Phase.DATA, self.step + 1, takes_long=True)
+
+    def _find_equal(self, optimizers: Mapping[str, keras.optimizers.Optimizer]) -> dict[str, keras.Variable]:
+        """Return what all ranks train together: weights, and the state of all optimizers."""
+        trained = {id(variable) for variable in self.model.trainable_variables}
+        for optimizer in optimizers.values():
+            trained |= {id(variable) for variable in optimizer.variables}
+        equal = {}
+        for name, variable in self._variables.items():
+            # The TrainingGuard compares learning rates, with a remedy of its own.
+            if id(variable) in trained and not name.endswith("learning_rate"):
+                equal[name] = variable
+        return equal
 
     def _resume(self, named: Mapping[str, npt.NDArray[Any]]) -> None:
         """Each rank's own state is restored only by as many ranks."""
@@ -144,10 +176,13 @@ class FitSession:
         self._epoch_began_at = self.step - self._progress.batches_done
         self.batches.wait()
         set_own(self.model, resumed)
+        self._held.set(resumed, self._variables)
         set_counts(self._others, resumed)
         self._log.set_own(resumed)
         if self._progress.batches_done:
-            self._metrics_so_far = resumed
+            if not set_metrics(self.model, resumed):  # Keras creates their variables in the first step
+                self._metrics_so_far = resumed
+            self._saved_logs = read_logs(resumed)
             for rate, value in self._rates:  # a scheduler has multiplied it again when the epoch began
                 rate.assign(value)
         self._log.leave_out_time()
@@ -169,9 +204,11 @@ class FitSession:
         self.step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
         self._log.count_time()
-        # Keras creates metric variables in the first step. The order of this sum does not change its bits.
-        add_metrics(self.model, self._metrics_so_far)
-        self._metrics_so_far, self._last_logs = {}, logs
+        if self._metrics_so_far:
+            add_metrics(self.model, self._metrics_so_far)
+            self._metrics_so_far = {}
+        self._saved_logs = {}
+        self._last_logs = logs
         if self._session.requests.is_pending:
             self._votes.vote()
         if not self._is_between:  # accumulated gradients would be lost.
@@ -193,10 +230,12 @@ class FitSession:
 
     def take_logs(self) -> dict[str, Any]:
         """Return the saved logs of an epoch of which a resume finds no batch left, and set its metrics."""
-        so_far, self._metrics_so_far = self._metrics_so_far, {}
-        add_metrics(self.model, so_far)  # MetricAverageCallback counts samples by it
-        logs = {name.removeprefix("logs/"): value for name, value in so_far.items() if name.startswith("logs/")}
-        return {name: value if value.ndim else float(value) for name, value in logs.items()}
+        if self._metrics_so_far:
+            add_metrics(self.model, self._metrics_so_far)  # MetricAverageCallback reads them
+            self._metrics_so_far = {}
+        saved_logs = self._saved_logs
+        self._saved_logs = {}
+        return saved_logs
 
     def _passes(self, former: int, every: int) -> bool:
         return every > 0 and self.step // every > former // every
@@ -281,7 +320,7 @@ class FitSession:
         self.check_replicas()
         set_phase(Phase.SAVE, self.step, takes_long=True)
         self._require_finite()
-        own = own_of(self.model) | counts_of(self._others)
+        own = own_of(self.model) | self._held.changed(self._variables) | counts_of(self._others)
         if self._progress.batches_done and self._steps_of_epoch is None:  # a resume may find no batch left
             logs = self.model._get_metrics_result_or_logs(self._last_logs)
             arrays = {f"logs/{name}": np.asarray(value) for name, value in logs.items()}
@@ -377,3 +416,12 @@ class FitSession:
         epoch, samples = self._progress.epochs_done, means.samples
         self._session.log("eval", means.values, step=self.step, epoch=epoch, samples=samples)
         return self._progress.note_evaluation(self.step, means.values[metric], self._config.best_direction)
+
+
+def read_logs(arrays: Arrays) -> dict[str, Any]:
+    """Return the saved logs of an epoch, as Keras has them."""
+    logs: dict[str, Any] = {}
+    for name, value in arrays.items():
+        if name.startswith("logs/"):
+            logs[name.removeprefix("logs/")] = value if value.ndim else float(value)
+    return logs

@@ -35,6 +35,7 @@ from ringtrain.keras.collective import (
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
 from ringtrain.messages.ranks import name_ranks
+from ringtrain.run.held_variables import COMPILED_OPTIMIZER, find_optimizers
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.devices import own_gpu
@@ -109,7 +110,7 @@ class TrainingGuard(keras.callbacks.Callback):
         carrier = all_ranks() if may_sum_natively else collective
         if hvd.rank() == collective.ranks[0]:
             would_be_native = wants_native_sums() and own_gpu() is None
-            _say_once(describe_communication(carrier, why_not if would_be_native else ""))
+            say_once(describe_communication(carrier, why_not if would_be_native else ""))
         return may_sum_natively
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -220,7 +221,7 @@ class TrainingGuard(keras.callbacks.Callback):
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     """Print: the logger shows warnings only."""
     print(f"ringtrain.keras: {line}", file=sys.stderr, flush=True)
 
@@ -243,16 +244,23 @@ COMPILED_REMEDY = "Compile the same model with the same optimizer on every rank:
 
 
 def describe_compiled(model: keras.Model) -> dict[str, Any]:
-    outer = model.optimizer
-    inner = getattr(outer, "inner_optimizer", None)
-    kinds = [optimizer.__class__.__name__ for optimizer in (outer, inner) if optimizer is not None]
+    """Return facts of the compiled model that are equal on all ranks, by the words of a message."""
     policies = sorted({layer.dtype_policy.name for layer in model._flatten_layers()})
-    return {
-        "optimizers": " of ".join(kinds),
-        "learning rates": read_rate(outer),
-        "dtype policies": ", ".join(policies),
-        **{f"values of {name} in the optimizer": value for name, value in read_settings(inner or outer).items()},
-    }
+    facts: dict[str, Any] = {"optimizers": "", "learning rates": None, "dtype policies": ", ".join(policies)}
+    for path, outer in find_optimizers(model).items():
+        inner = getattr(outer, "inner_optimizer", None)
+        kinds = [optimizer.__class__.__name__ for optimizer in (outer, inner) if optimizer is not None]
+        is_compiled = path == COMPILED_OPTIMIZER
+        name = "the optimizer" if is_compiled else f"the optimizer {path}"
+        if is_compiled:
+            facts["optimizers"] = " of ".join(kinds)
+            facts["learning rates"] = read_rate(outer)
+        else:
+            facts[f"classes of {name}"] = " of ".join(kinds)
+            facts[f"learning rates of {name}"] = read_rate(outer)
+        for setting, value in read_settings(inner or outer).items():
+            facts[f"values of {setting} in {name}"] = value
+    return facts
 
 
 def read_settings(optimizer: Any) -> dict[str, str]:
@@ -297,18 +305,18 @@ class FirstBatches:
 
     def __init__(self) -> None:
         self.hashes: list[str] = []
-        self._is_in_fit = self._is_awaited = False
+        self.is_in_fit = self._is_awaited = False
 
     def begin(self) -> None:
-        self.hashes, self._is_in_fit, self._is_awaited = [], True, False
+        self.hashes, self.is_in_fit, self._is_awaited = [], True, False
 
     def end(self) -> None:
         """A user's own loop may validate next."""
-        self._is_in_fit = self._is_awaited = False
+        self.is_in_fit = self._is_awaited = False
 
     def wait(self) -> None:
         """Validation comes later."""
-        self._is_awaited = self._is_in_fit and len(self.hashes) < NUM_BATCHES
+        self._is_awaited = self.is_in_fit and len(self.hashes) < NUM_BATCHES
 
     def note(self, steps: Iterator[Any], steps_per_call: int) -> Iterator[Any]:
         is_awaited, self._is_awaited = self._is_awaited, False

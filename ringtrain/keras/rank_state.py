@@ -15,11 +15,17 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
+from ringtrain.collectives.metric_states import COMBINE, leaf_metrics, merging_of
+from ringtrain.errors import UsageError
+from ringtrain.guard.replicas import hash_bits
+from ringtrain.run.held_variables import find_optimizers, find_variables, variable_id
 from ringtrain.run.variables import is_seed_state
 
 Arrays = dict[str, npt.NDArray[Any]]
 RANKS = "ranks/"  # prefix in a checkpoint: packed state of one rank
 CALLBACKS = "callbacks/"
+HELD = "held/"  # prefix in the state of one rank: variables that Keras does not list
+METRICS = "metrics/"
 # Counters of Keras' callbacks, which Keras resets in each ``fit``.
 COUNTED = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
@@ -42,28 +48,130 @@ def _own_variables(model: keras.Model) -> dict[str, keras.Variable]:
     return {f"own/{number}": v for number, v in enumerate(by_id.values())}
 
 
-def metric_variables(model: keras.Model) -> list[keras.Variable]:
-    """Sums over samples, which can be summed over ranks."""
-    return [v for v in model.metrics_variables if getattr(v, "aggregation", "sum") == "sum"]
-
-
-def add_metrics(model: keras.Model, values: Arrays) -> None:
-    for number, variable in enumerate(metric_variables(model) if values else ()):
-        saved = values.get(f"metrics/{number}")
-        if saved is not None and saved.shape == tuple(variable.shape):
-            variable.assign_add(saved)
-
-
 def own_of(model: keras.Model) -> Arrays:
-    """Return what this rank has of its own, with the metrics."""
-    metrics = {f"metrics/{number}": v for number, v in enumerate(metric_variables(model))}
-    return {name: _plain(v.value) for name, v in (_own_variables(model) | metrics).items()}
+    """Return the variables that differ between ranks, and the metrics' local states."""
+    arrays = {}
+    for name, variable in _own_variables(model).items():
+        arrays[name] = _plain(variable.value)
+    for number, variable in enumerate(model.metrics_variables):
+        arrays[f"{METRICS}{number}"] = _plain(variable.value)
+    return arrays
 
 
 def set_own(model: keras.Model, values: Arrays) -> None:
     for name, variable in _own_variables(model).items():
         if name in values and values[name].shape == tuple(variable.shape):
             variable.assign(values[name])
+
+
+def set_metrics(model: keras.Model, values: Arrays) -> bool:
+    """Set the metrics' local states; return False, without a change, if not all variables exist yet."""
+    variables = model.metrics_variables
+    for number, variable in enumerate(variables):
+        saved = values.get(f"{METRICS}{number}")
+        if saved is None or saved.shape != tuple(variable.shape):
+            return False
+    if f"{METRICS}{len(variables)}" in values:
+        return False
+    for number, variable in enumerate(variables):
+        variable.assign(values[f"{METRICS}{number}"])
+    return True
+
+
+def add_metrics(model: keras.Model, values: Arrays) -> None:
+    """Merge saved states into those of the batches since. An unmergeable state is unchanged."""
+    number = 0
+    for metric in leaf_metrics(model.metrics):
+        reductions = merging_of(metric).reductions
+        for index, variable in enumerate(metric.variables):
+            saved = values.get(f"{METRICS}{number}")
+            number += 1
+            if reductions is not None and saved is not None and saved.shape == tuple(variable.shape):
+                combine = COMBINE[reductions[index]]
+                variable.assign(combine([_plain(variable.value), saved]))
+
+
+class HeldState:
+    """The variables that Keras lists neither as weights nor as metrics, as far as the fit changes them.
+
+    They are a rank's own: a stateful RNN keeps a state for each row of the rank's batch.
+    """
+
+    def __init__(self, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """Note the values at the start of the fit, before a restore."""
+        self._model = model
+        self._callbacks = callbacks
+        self._first_digests = {}
+        for name, variable in self._find({}).items():
+            self._first_digests[name] = _digest(_value_of(variable))
+
+    def changed(self, listed: Mapping[str, Any]) -> Arrays:
+        """Return the values that differ from those at the start.
+
+        Args:
+            listed: variables that are saved in another way, by any names.
+
+        Raises:
+            UsageError: a changed variable holds strings.
+        """
+        changed: Arrays = {}
+        for name, variable in self._find(listed).items():
+            value = _value_of(variable)
+            if _digest(value) == self._first_digests.get(name):
+                continue
+            if value.dtype.kind in "OSU":
+                raise UsageError(
+                    f"the variable {name.removeprefix(HELD)!r} holds strings, and this fit() has changed it. "
+                    "callbacks.Run saves numbers only: keep numbers in it, or keep it outside of the model."
+                )
+            changed[name] = _to_float32(value)
+        return changed
+
+    def set(self, values: Arrays, listed: Mapping[str, Any]) -> None:
+        """Restore what ``changed`` has returned.
+
+        Raises:
+            UsageError: the variable does not exist, or has another shape.
+        """
+        variables = self._find(listed)
+        for name, value in values.items():
+            if not name.startswith(HELD):
+                continue
+            variable = variables.get(name)
+            if variable is None or tuple(variable.shape) != value.shape:
+                now = "is not there" if variable is None else f"has shape {list(variable.shape)} now"
+                raise UsageError(
+                    f"the checkpoint holds {name.removeprefix(HELD)!r} of shape {list(value.shape)}, and at the start "
+                    f"of this fit() it {now}. Create the same model and callbacks, with the same batch size, on as "
+                    "many ranks as before; or start a new run with Run(..., resume='never')."
+                )
+            variable.assign(tf.cast(value, variable.dtype))
+
+    def _find(self, listed: Mapping[str, Any]) -> dict[str, Any]:
+        others = (*listed.values(), *_own_variables(self._model).values(), *self._model.metrics_variables)
+        known = {variable_id(variable) for variable in (*others, *self._model.variables)}
+        for optimizer in find_optimizers(self._model).values():
+            known |= {variable_id(variable) for variable in optimizer.variables}
+        owners = {"model": self._model}
+        for name, callback in _named(self._callbacks):
+            if not type(callback).__module__.startswith("ringtrain."):
+                owners[f"callbacks/{name}"] = callback
+        held = {}
+        for owner_name, owner in owners.items():
+            for path, variable in find_variables(owner).items():
+                if variable_id(variable) not in known:
+                    known.add(variable_id(variable))
+                    held[f"{HELD}{owner_name}/{path}"] = variable
+        return held
+
+
+def _value_of(variable: Any) -> npt.NDArray[Any]:
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return np.asarray(tf.convert_to_tensor(value))
+
+
+def _digest(value: npt.NDArray[Any]) -> int | str:
+    return repr(value.tolist()) if value.dtype.kind in "OSU" else hash_bits(value)
 
 
 def generator_states() -> Arrays:
@@ -132,7 +240,11 @@ def best_weights_of(callbacks: Sequence[keras.callbacks.Callback]) -> Arrays:
 
 
 def _plain(value: Any) -> npt.NDArray[Any]:
-    array = np.asarray(keras.ops.convert_to_numpy(value))
+    return _to_float32(np.asarray(keras.ops.convert_to_numpy(value)))
+
+
+def _to_float32(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Convert bfloat16, which NumPy's files lack."""
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
@@ -160,6 +272,9 @@ def scatter_arrays(collective: Collective, named: Mapping[str, npt.NDArray[Any]]
     """Return this rank's arrays, and callbacks' best weights, of rank 0's checkpoint. Collective.
 
     If the number of ranks has changed, only arrays equal on all ranks.
+
+    Raises:
+        UsageError: the number of ranks has changed, and the ranks had different states of a layer.
     """
     world = collective.world
     packed = pack({name: value for name, value in named.items() if is_extra(name)})
@@ -167,7 +282,23 @@ def scatter_arrays(collective: Collective, named: Mapping[str, npt.NDArray[Any]]
     mine = tf.constant(packed if world.is_rank0 else np.zeros(size, np.uint8))
     [of_all] = collective.broadcast([mine], name="fit/own_values")
     saved = unpack(of_all.numpy())
-    own = unpack(saved[f"{RANKS}{world.rank if former_size == world.size else 0}"])
+    rank = world.rank if former_size == world.size else 0
+    own = unpack(saved[f"{RANKS}{rank}"])
     if former_size != world.size:
-        own = {name: value for name, value in own.items() if name.startswith("counts/")}
+        states = [unpack(value) for name, value in saved.items() if name.startswith(RANKS)]
+        _require_equal_held(states, size=world.size)
+        own = {name: value for name, value in own.items() if name.startswith(("counts/", HELD))}
     return own | {name: value for name, value in saved.items() if name.startswith(CALLBACKS)}
+
+
+def _require_equal_held(states: Sequence[Arrays], *, size: int) -> None:
+    """Refuse another number of ranks for state that belongs to the rows of a rank's batch."""
+    for name, first in states[0].items():
+        if not name.startswith(HELD):
+            continue
+        if any(name not in state or not np.array_equal(state[name], first) for state in states):
+            raise UsageError(
+                f"the checkpoint was written by {len(states)} ranks, each with its own {name.removeprefix(HELD)!r} "
+                f"(a stateful layer keeps one for each row of a batch), and now the number of ranks is {size}. Resume "
+                f"with {len(states)} ranks, or start a new run with Run(..., resume='never')."
+            )

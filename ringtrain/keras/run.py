@@ -21,6 +21,7 @@ from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require
 from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED
 from ringtrain.run.directory import FIT_OF, REPORT_FILE
+from ringtrain.run.held_variables import COMPILED_OPTIMIZER, find_optimizers
 from ringtrain.runtime import shutdown
 from ringtrain.runtime.activity import Phase, set_phase
 from ringtrain.runtime.stopping import StopRequests
@@ -95,6 +96,7 @@ class Run(keras.callbacks.Callback):
         )
         self._was_used = False
         self._others: list[keras.callbacks.Callback] = []
+        self._listed: list[keras.callbacks.Callback] = []
 
     @contextlib.contextmanager
     def around(self, model: keras.Model, *, epochs: int, initial_epoch: int, is_alone: bool) -> Iterator[None]:
@@ -109,7 +111,7 @@ class Run(keras.callbacks.Callback):
             self._check_use(initial_epoch, is_alone=is_alone)
             with StopRequests() as requests:
                 requests.at_early_end(lambda reason, code: report_error(early_end(reason, code), collective.world))
-                config = dataclasses.replace(self._config, epochs=epochs, **describe_optimizer(model.optimizer))
+                config = dataclasses.replace(self._config, epochs=epochs, **optimizer_settings(model))
                 with self._keeping(model, config, collective, requests):
                     yield
         except RingtrainError as error:
@@ -147,6 +149,7 @@ class Run(keras.callbacks.Callback):
 
     def before_others(self, callbacks: Sequence[keras.callbacks.Callback]) -> keras.callbacks.Callback:
         """A callback before all others: it reports them to the watchdog, and compares the replicas at the end."""
+        self._listed = list(callbacks)
         self._others = [callback for callback in callbacks if isinstance(callback, tuple(COUNTED))]
 
         def begin(*_: Any, takes_long: bool = False) -> None:
@@ -178,7 +181,7 @@ class Run(keras.callbacks.Callback):
         self._was_used = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._fit.begin(self._others, steps=self.params.get("steps"))
+        self._fit.begin(self._others, self._listed, steps=self.params.get("steps"))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._fit.begin_epoch()
@@ -208,14 +211,30 @@ class Run(keras.callbacks.Callback):
         return Run.current
 
 
-def describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Settings of a run: a resume with another optimizer is refused."""
-    kind, rate = type(optimizer).__name__, getattr(optimizer, "_learning_rate", None)
+def optimizer_settings(model: keras.Model) -> dict[str, Any]:
+    """Return the settings of a run that describe its optimizers: a resume with other optimizers is refused."""
+    facts: dict[str, Any] = {}
+    settings: dict[str, Any] = {"options": facts}
+    for path, optimizer in find_optimizers(model).items():
+        kind, rate = _kind_and_rate(optimizer)
+        if path != COMPILED_OPTIMIZER:
+            facts[f"optimizer {path}"] = kind
+            facts[f"learning_rate {path}"] = rate
+            continue
+        facts["optimizer"] = kind
+        facts["learning_rate"] = rate
+        names = [name for name, class_name in OPTIMIZER_CLASSES.items() if class_name == kind]
+        if names and isinstance(rate, float) and rate > 0:
+            settings["optimizer"] = OptimizerConfig(name=names[0], lr=rate)
+    return settings
+
+
+def _kind_and_rate(optimizer: Any) -> tuple[str, float | str]:
+    """Return the class and the learning rate, or the class of its schedule; of the inner optimizer if there is one."""
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
-        return describe_optimizer(inner)
-    name = next((name for name, class_name in OPTIMIZER_CLASSES.items() if class_name == kind), None)
-    rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else type(rate).__name__
-    settings = OptimizerConfig(name=name, lr=rate) if name and isinstance(rate, float) and rate > 0 else None
-    options = {"optimizer": kind, "learning_rate": rate}
-    return {"options": options} | ({"optimizer": settings} if settings else {})
+        return _kind_and_rate(inner)
+    rate = getattr(optimizer, "_learning_rate", None)
+    if isinstance(rate, keras.Variable):
+        return type(optimizer).__name__, float(rate.numpy())
+    return type(optimizer).__name__, type(rate).__name__

@@ -148,7 +148,7 @@ def test_horovod_reduces_if_requested_and_in_elastic_training(collective: Collec
 @on_ranks(2)
 def test_rank_0_reports_once_why_sums_are_not_native(collective: Collective) -> None:
     of_keras.choose_backend("auto")
-    guards._say_once.cache_clear()
+    guards.say_once.cache_clear()
     stderr, batches = io.StringIO(), dataset(make_batches(4))
     cores = "rank 0 on cores 0-1 (not pinned: another run holds some of 0)"
     with contextlib.redirect_stderr(stderr), mock.patch.object(of_keras, "_cores", cores):

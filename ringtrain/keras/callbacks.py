@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -11,10 +11,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringtrain.collectives import all_gather_object
+from ringtrain.collectives.metric_states import (
+    MetricState,
+    leaf_metrics,
+    merge_states,
+    require_same_list,
+    require_same_metrics,
+)
 from ringtrain.errors import UsageError
 from ringtrain.keras.auditing.session import Audit as Audit
 from ringtrain.keras.collective import ProcessSetCollective, broadcast_variables, require_init
 from ringtrain.keras.exchange import variable_key
+from ringtrain.keras.fit_state import built_optimizers
+from ringtrain.keras.guards import say_once
+from ringtrain.keras.merged_metrics import count_samples, read_metric_states, read_results, scalars, watch_metrics
 from ringtrain.keras.run import Run as Run
 
 
@@ -64,19 +75,23 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         # Keras' "weights" exclude seeds and metrics, which one rank may have created already.
         variables = [variable for variable in self.model.weights if variable_key(variable) not in self._local]
         optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None and self.model.trainable_variables:
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
-            variables += optimizer.variables
+        if optimizer is not None and self.model.trainable_variables and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        for built_optimizer in built_optimizers(self.model).values():
+            variables += built_optimizer.variables
         with tf.device(self.device):
             broadcast_variables(variables, root_rank=self.root_rank)
         self.broadcast_done = True
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replace an epoch's logs by means over the samples of all ranks; Horovod's callback takes the unweighted mean.
+    """Replace an epoch's logs by the values over all ranks.
 
-    Put it before callbacks that read the logs.
+    The states of the model's metrics are merged, so a metric has the value of one process, also with sample weights,
+    masks, AUC or a largest error. A value that belongs to no metric, such as one that a user-defined ``train_step``
+    returns, becomes the mean over the samples. Horovod's callback takes the unweighted mean of the ranks' values.
+
+    Put it before callbacks that read the logs. All ranks need the same metrics and the same validation.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -87,35 +102,97 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """
         super().__init__()
         self._device = device
-        self._train_samples: float | None = None
+        self._train_states: list[MetricState] | None = None  # of this epoch, before its validation
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        require_init("MetricAverageCallback")
+        if hvd.size() > 1:
+            watch_metrics(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._train_samples = None
+        self._train_states = None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._train_samples = self._count_samples()  # evaluate() resets the count
+        if self._train_states is None:
+            self._train_states = read_metric_states(self.model)  # evaluate() resets them
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         require_init("MetricAverageCallback")
-        last_samples = self._count_samples()
-        train_samples = last_samples if self._train_samples is None else self._train_samples
-        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
-        if logs is None or not names or hvd.size() == 1:
+        if logs is None or hvd.size() == 1:
             return
-        weights = np.array([last_samples if name.startswith("val_") else train_samples for name in names])
-        values = np.array([logs[name] for name in names], np.float64)
-        weighted = np.where(weights > 0, values * weights, 0.0)  # the mean of no samples is NaN
-        with tf.device(self._device):
-            [sums] = ProcessSetCollective().all_reduce([tf.constant([weighted, weights])], name="metrics")
-        for name, total, weight in zip(names, *sums.numpy(), strict=True):
-            logs[name] = float(total / weight) if weight else float("nan")
+        collective = ProcessSetCollective()
+        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        require_same_list(names, names, collective, name="metric_average/logs", kind="values in the logs")
+        require_same_metrics(leaf_metrics(self.model.metrics), collective, name="metric_average/metrics")
+        last_states = read_metric_states(self.model)
+        train_states = last_states if self._train_states is None else self._train_states
+        train_names = [name for name in names if not name.startswith("val_")]
+        self._replace(logs, dict(zip(train_names, train_names, strict=True)), train_states, collective)
+        validation_names = {name.removeprefix("val_"): name for name in names if name.startswith("val_")}
+        if validation_names:
+            self._replace(logs, validation_names, last_states, collective)
 
-    def _count_samples(self) -> float:
-        """Read Keras' mean of the loss; 1 if the model has none."""
-        for metric in self.model.metrics:
-            if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
-                return float(metric.count.numpy())
-        return 1.0
+    def _replace(
+        self,
+        logs: dict[str, Any],
+        log_names: Mapping[str, str],
+        local_states: Sequence[MetricState],
+        collective: ProcessSetCollective,
+    ) -> None:
+        """Replace some of the logs. Collective.
+
+        Args:
+            logs: of the epoch.
+            log_names: names in the logs, by the names of the metrics.
+            local_states: this rank's states, of training or validation.
+            collective: of all ranks.
+        """
+        # A result may be a variable itself, which has the value of the last batches when it is read.
+        possible_results = [read_results(self.model, local_states), scalars(self.model.get_metrics_result())]
+        belongs = []
+        for name, log_name in log_names.items():
+            belongs.append(any(_is_close(logs[log_name], results.get(name)) for results in possible_results))
+        belongs_by_rank = all_gather_object(collective, belongs, name="metric_average/belongs")
+        with tf.device(self._device):
+            merged_states = merge_states(local_states, collective, name="metric_average/states")
+            merged = read_results(self.model, merged_states, num_ranks=hvd.size())
+        others = []
+        for index, (name, log_name) in enumerate(log_names.items()):
+            if not all(rank_belongs[index] for rank_belongs in belongs_by_rank):
+                others.append(log_name)
+            elif name in merged:
+                logs[log_name] = merged[name]
+            else:
+                del logs[log_name]  # read_results has warned
+        samples = count_samples(local_states)
+        if samples is None:  # the model has no mean of the loss: all ranks have equal weights
+            samples = 1.0
+        self._average_over_samples(logs, others, samples, collective)
+
+    def _average_over_samples(
+        self, logs: dict[str, Any], names: Sequence[str], samples: float, collective: ProcessSetCollective
+    ) -> None:
+        """Replace logs by means over samples; ``samples``: this rank's. Collective."""
+        if not names:
+            return
+        if hvd.rank() == 0:
+            say_once(
+                f"{', '.join(names)}: no metric of the model has this value, so MetricAverageCallback takes the mean "
+                "of the ranks' values, weighted by their numbers of samples"
+            )
+        values = np.array([logs[name] for name in names], np.float64)
+        weighted = values * samples if samples > 0 else np.zeros_like(values)  # the mean of no samples is NaN
+        with tf.device(self._device):
+            message = tf.constant([*weighted, samples], tf.float64)
+            [total] = collective.all_reduce([message], name="metric_average/others")
+        sums = total.numpy()
+        for name, value in zip(names, sums[:-1], strict=True):
+            logs[name] = float(value / sums[-1]) if sums[-1] else float("nan")
+
+
+def _is_close(value: Any, result: float | None) -> bool:
+    """True if a value in the logs is a metric's result, up to rounding."""
+    return result is not None and bool(np.isclose(value, result, rtol=1e-4, equal_nan=True))
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -9,8 +9,8 @@
 - ``CallbackList.__init__``: add the guards (``guards.py``); callbacks that save come last, also after those that
   ``_add_default_callbacks`` adds.
 - ``Model.fit``: ``callbacks.Run`` begins before Keras reads the data, and a failed ``fit`` calls no callback.
-- ``Model.evaluate``: within a ``fit`` with ``callbacks.Run``, keep the counts of which the run logs means, also if it
-  fails.
+- ``Model.evaluate``: called by a callback within a ``fit``, keep the states of the metrics, of which ``callbacks.Run``
+  logs means and ``MetricAverageCallback`` takes values, also if it fails.
 - ``Trainer._get_metrics_result_or_logs``: a resumed epoch of unknown length may have no batch left, and Keras asks for
   its metrics before any callback.
 - ``TFEpochIterator``, which ``Model.fit`` creates by name: ``EpochIterator`` below.
@@ -133,7 +133,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _evaluate(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if Run.current is None or kwargs.get("_use_cached_eval_dataset"):  # fit's own validation
+    if not first_batches().is_in_fit or kwargs.get("_use_cached_eval_dataset"):  # fit's own validation
         return plain(model, *args, **kwargs)
     counted = [(variable, keras.ops.convert_to_numpy(variable.value)) for variable in model.metrics_variables]
     try:

@@ -21,7 +21,7 @@ CXX_SOURCES = $(wildcard ringtrain/collectives/native/*.cc ringtrain/collectives
 # found no GPU, before it has read TF_CPP_MIN_LOG_LEVEL (since).
 NOISE := before absl::InitializeLog|Unable to register cu(FFT|DNN|BLAS) factory|^[IW]0000 00:00:
 
-.PHONY: help setup setup-tests train test test-all test-gpu test-faults lint docs dist format lock outdated clean
+.PHONY: help setup setup-tests train test test-all test-next test-gpu test-faults lint docs dist format lock outdated clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,9 @@ test: setup-tests ## Run the tests, without those marked slow
 
 test-all: setup-tests ## Run all tests
 	@$(BIN)/python -m pytest -n auto -m '' --durations-file .tools/durations-all.json --most-imports 1200
+
+test-next: setup-tests ## Run the tests with the newest pre-releases of TensorFlow and Keras, in .tools/next
+	@.ci/test-next
 
 test-gpu: setup ## Run the tests that need NVIDIA's GPUs, after `make setup GPU=1`
 	@$(BIN)/python -m pytest -v -m gpu tests/gpu

@@ -1,4 +1,4 @@
-# Horovod 0.28.1 on TensorFlow 2.18 to 2.21, without a patch of its sources: Horovod's own search for TensorFlow, and
+# Horovod 0.28.1 on TensorFlow 2.18 to 2.22, without a patch of its sources: Horovod's own search for TensorFlow, and
 # then what its list of sources (horovod/tensorflow/CMakeLists.txt, whose scope this is) needs with newer releases.
 include("${PROJECT_SOURCE_DIR}/cmake/Modules/FindTensorflow.cmake")
 

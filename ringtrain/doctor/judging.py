@@ -18,8 +18,8 @@ Status = Literal["ok", "warning", "broken"]
 
 # Ranges of pyproject.toml, upper bound excluded.
 PYTHONS = ((3, 10), (3, 14))
-TENSORFLOWS = ((2, 18), (2, 22))
-KERASES = ((3, 10), (3, 16))
+TENSORFLOWS = ((2, 18), (2, 23))
+KERASES = ((3, 10), (3, 17))
 KERAS_3 = ((3, 0), (4, 0))
 HOROVOD = "0.28.1"
 
@@ -32,7 +32,7 @@ SHM_PER_NCCL_BUFFER = 10 * MIB
 SHM_PER_GPU = 32 * MIB
 
 SETUP = "make the environment again: make setup (or environment.yml)"
-INSTALL_KERAS = "pip install 'keras>=3.10,<3.16'"
+INSTALL_KERAS = "pip install 'keras>=3.10,<3.17'"
 REBUILD_HOROVOD = (
     "build it for this TensorFlow: make setup, or, in a checkout of ringtrain: "
     "CMAKE_TOOLCHAIN_FILE=$PWD/.ci/horovod/toolchain.cmake pip install --no-cache-dir --no-build-isolation "
@@ -79,7 +79,7 @@ def judge_tensorflow(facts: Facts) -> Finding:
     text = f"{stack.versions['tensorflow']}, {cuda}"
     if is_within(stack.versions["tensorflow"], TENSORFLOWS):
         return Finding("ok", text)
-    remedy = "ringtrain is tested with TensorFlow 2.18 to 2.21: install one, and Horovod built against it"
+    remedy = "ringtrain is tested with TensorFlow 2.18 to 2.22: install one, and Horovod built against it"
     return Finding("warning", text, remedy)
 
 
@@ -98,7 +98,7 @@ def judge_keras(facts: Facts) -> Finding:
     text = f"{version}, on TensorFlow"
     if is_within(version, KERASES):
         return Finding("ok", text)
-    return Finding("warning", text, f"tested are 3.10 to 3.15: {INSTALL_KERAS}")
+    return Finding("warning", text, f"tested are 3.10 to 3.16: {INSTALL_KERAS}")
 
 
 def judge_horovod(facts: Facts) -> Finding:

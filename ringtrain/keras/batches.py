@@ -7,7 +7,6 @@ are restored too.
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from ringtrain.errors import DataError
 from ringtrain.keras.rank_state import Arrays, generator_states, set_generator_states
 from ringtrain.messages.log import LOG
 from ringtrain.runtime import activity
+from ringtrain.runtime.private import skip_epochs_of_shuffle
 
 MAX_STATE_BYTES = 16 * 2**20  # each save sends it to rank 0; larger ones (a buffer of shuffled images) are read again
 GENERATORS = "generators/"
@@ -142,8 +142,8 @@ class Batches:
         if hasattr(adapter, "py_dataset"):  # indexed, prefetched by Keras' threads
             for _ in range(start.epochs):
                 getattr(adapter.py_dataset, "on_epoch_begin", lambda: None)()
-                if adapter.shuffle and num:  # as Keras does, with the generator that user methods may draw from
-                    random.shuffle(list(range(num)))
+                if adapter.shuffle and num:  # user-defined methods may draw from the same generator
+                    skip_epochs_of_shuffle(adapter, epochs=1, num_batches=num)
                 adapter.py_dataset.on_epoch_end()
         elif self._is_one_for_all:
             for _ in range(start.all_batches // num if num else 0):

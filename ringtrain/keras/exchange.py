@@ -216,6 +216,11 @@ class Exchange:
                     break
 
     @property
+    def knows_sums(self) -> bool:
+        """True if this rank has computed or traced a step, whose sums it can join with zeros."""
+        return bool(self._step.read())
+
+    @property
     def sums_natively(self) -> bool:
         return any(one.is_native for one in self._step.read())
 

@@ -43,7 +43,7 @@ def build_other_optimizers(model: keras.Model, batch_spec: Any) -> None:
         return
     reductions_before = GradientReduction.calls
     try:
-        _trace_train_step(model, batch_spec)
+        trace_train_step(model, batch_spec)
     except UsageError:
         raise
     except Exception as error:  # in user-defined code
@@ -59,11 +59,18 @@ def build_other_optimizers(model: keras.Model, batch_spec: Any) -> None:
         GradientReduction.calls = reductions_before
 
 
-def _trace_train_step(model: keras.Model, batch_spec: Any) -> None:
+def trace_train_step(model: keras.Model, batch_spec: Any) -> Any:
+    """Trace one step of a model as a graph, without a computation. Return TensorFlow's concrete function.
+
+    Args:
+        model: compiled.
+        batch_spec: ``tf.TensorSpec`` of a batch, in the structure that ``train_step`` gets.
+    """
+
     def step(batch: Any) -> Any:
         return model.train_step(tf.nest.map_structure(_without_optional, batch))
 
-    tf.function(step, autograph=False).get_concrete_function(batch_spec)
+    return tf.function(step, autograph=False).get_concrete_function(batch_spec)
 
 
 def _without_optional(value: Any) -> Any:

@@ -34,6 +34,7 @@ from ringtrain.keras.collective import (
 )
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
+from ringtrain.keras.fit_state import trace_train_step
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.run.held_variables import COMPILED_OPTIMIZER, find_optimizers
 from ringtrain.runtime import activity
@@ -78,6 +79,7 @@ class TrainingGuard(keras.callbacks.Callback):
         self._collective: ProcessSetCollective | None = None  # None: this fit is not distributed
         self._exchange: Exchange | None = None
         self._num_batches = self._num_epochs = self._reductions_before = 0
+        self._traced_step: Any = None  # its graph lives as long as this
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._reductions_before = GradientReduction.calls
@@ -144,6 +146,7 @@ class TrainingGuard(keras.callbacks.Callback):
         assert self._exchange is not None
         spans_world = self._exchange.settings.process_set.process_set_id == 0  # all ranks take part in the join
         if self.params.get("steps") is None or spans_world:
+            self._learn_sums()
             with activity.meeting():
                 self._exchange.join(had_batch=self._num_batches > 0)
             mine = [self._num_batches, first_batches().hashes]
@@ -152,6 +155,17 @@ class TrainingGuard(keras.callbacks.Callback):
             if hvd.rank() == 0 and spans_world and (twice := find_same(hashes)):
                 warn_of_same(tuple(twice))
         self._require_same_weights(self._collective, epoch)
+
+    def _learn_sums(self) -> None:
+        """On a rank that has had no batch, trace the step: other ranks wait for its part of their sums.
+
+        Before 3.16 Keras has traced the step already, together with the read of the batch.
+        """
+        assert self._exchange is not None
+        batch_spec = first_batches().batch_spec
+        is_unknown = self._num_batches == 0 and not self._exchange.knows_sums
+        if is_unknown and batch_spec is not None and not self.model.run_eagerly:
+            self._traced_step = trace_train_step(self.model, batch_spec)
 
     def _connect(self) -> ProcessSetCollective | None:
         if self._exchange is None:
@@ -305,10 +319,12 @@ class FirstBatches:
 
     def __init__(self) -> None:
         self.hashes: list[str] = []
+        self.batch_spec: Any = None  # tf.TensorSpec of a batch of this fit
         self.is_in_fit = self._is_awaited = False
 
     def begin(self) -> None:
         self.hashes, self.is_in_fit, self._is_awaited = [], True, False
+        self.batch_spec = None
 
     def end(self) -> None:
         """A user's own loop may validate next."""

@@ -156,8 +156,11 @@ class EpochIterator(trainer.TFEpochIterator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """A model without ``keras.Input`` needs weights before a restore."""
         super().__init__(*args, **kwargs)
+        batch_spec = self._distributed_dataset.element_spec
+        if first_batches().is_in_fit and first_batches().batch_spec is None:  # that of the training comes first
+            first_batches().batch_spec = batch_spec
         if Run.current is not None:
-            Run.current.build_model(self._distributed_dataset.element_spec)
+            Run.current.build_model(batch_spec)
 
     def _get_iterator(self) -> Any:
         """With one core per rank, epochs ended late, waiting for tf.data's tuner thread."""

@@ -19,6 +19,7 @@ from ringtrain.collectives.gradients import GradientReduction, Reduced
 from ringtrain.collectives.shards import ShardedReduction, cut
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import slots_that_begin_as_weights
+from ringtrain.runtime.private import decay_weights_if, is_decayed
 from ringtrain.step.optimizers import LayerwiseUpdate
 
 PROBE_SHAPE, PROBE_CUT, PROBE_UPDATES = (6, 4), 10, 2
@@ -88,10 +89,12 @@ class ShardedOptimizer:
             )
 
     def _keep_exclusions(self) -> None:
-        """Exclusions from decay match full names of weights, not pieces."""
-        optimizer, pairs = self.optimizer, zip(self.pieces, self._weights, strict=True)
-        decays = {optimizer._var_key(piece): optimizer._use_weight_decay(weight.value) for piece, weight in pairs}
-        optimizer._use_weight_decay = lambda variable: decays[optimizer._var_key(variable)]
+        """Exclude pieces from weight decay by the names of their weights, which exclusions match."""
+        optimizer = self.optimizer
+        is_decayed_by_key = {}
+        for piece, weight in zip(self.pieces, self._weights, strict=True):
+            is_decayed_by_key[optimizer._var_key(piece)] = is_decayed(optimizer, weight)
+        decay_weights_if(optimizer, lambda variable: is_decayed_by_key[optimizer._var_key(variable)])
 
     def _cut(self, index: int, value: Any) -> Any:
         return cut(tf.convert_to_tensor(value), self._reduction.own[index])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.messages.log import LOG
 from ringtrain.messages.rules import list_first
 from ringtrain.run.variables import require_gradients_that_add
+from ringtrain.runtime.private import exclude_paths_from_decay
 from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.state import is_integer_or_bool
 from ringtrain.step.train_step import TrainStep, set_precision
@@ -80,7 +80,7 @@ def create_optimizer(settings: OptimizerConfig) -> keras.optimizers.Optimizer:
     clipnorm = settings.clip_global_norm or None
     optimizer = optimizer_class(learning_rate=settings.lr, global_clipnorm=clipnorm, **given)
     if words := settings.excluded_words:
-        optimizer.exclude_from_weight_decay(var_names=[re.escape(word) for word in words])
+        exclude_paths_from_decay(optimizer, words)
     return optimizer
 
 

@@ -6,7 +6,6 @@ their number is computed independently.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ringtrain.data.augment import sample_keys
 from ringtrain.data.sources import Feed, Source
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import name_variables, named_slots, named_weights
+from ringtrain.runtime.private import exclude_paths_from_decay
 from ringtrain.step.optimizers import OWN
 from ringtrain.step.train_step import set_precision
 from ringtrain.training.creation import choose_optimizer
@@ -60,7 +60,7 @@ def train_oracle(
     if type(optimizer) in OWN.values() and plain_class is not None:
         optimizer = plain_class.from_config(optimizer.get_config())
         if words := config.optimizer.excluded_words:
-            optimizer.exclude_from_weight_decay(var_names=list(map(re.escape, words)))
+            exclude_paths_from_decay(optimizer, words)
     optimizer.build(model.trainable_variables)
     sources = workload.create_sources(config.data_dir, synthetic=config.synthetic)
     if isinstance(sources.train, Feed):

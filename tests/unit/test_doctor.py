@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
         {"failures": {"tensorflow": "ended the interpreter (SIGILL)"}},
         "TensorFlow", "broken", "2.21.0 does not load: ended the interpreter (SIGILL)", "make setup",
     ),
-    "other TensorFlow": ({"versions": at(tensorflow="2.22.0")}, "TensorFlow", "warning", "2.22.0", "2.18 to 2.21"),
+    "other TensorFlow": ({"versions": at(tensorflow="2.23.0")}, "TensorFlow", "warning", "2.23.0", "2.18 to 2.22"),
     "no Keras": ({"versions": without("keras")}, "Keras", "broken", "not installed", "make setup"),
     "legacy Keras": ({"versions": at(keras="2.15.0")}, "Keras", "broken", "2.15.0, but", "pip install 'keras>=3"),
     "legacy Keras that fails": (
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str, str, str, str]] = {
     ),
     "tf.keras is legacy": ({"legacy_keras": True}, "Keras", "warning", "TF_USE_LEGACY_KERAS", "unset TF_USE_LEGACY"),
     "other backend": ({"keras_backend": "jax"}, "Keras", "broken", "KERAS_BACKEND=jax", "unset KERAS_BACKEND"),
-    "untested Keras": ({"versions": at(keras="3.16.0")}, "Keras", "warning", "3.16.0", "keras>=3.10,<3.16"),
+    "untested Keras": ({"versions": at(keras="3.17.0")}, "Keras", "warning", "3.17.0", "keras>=3.10,<3.17"),
     "no Horovod": ({"versions": without("horovod")}, "Horovod", "warning", "cores sum natively", "make setup"),
     "no Horovod and no MPI": (
         {"versions": {"tensorflow": "2.21.0"}}, "Horovod", "broken", "not installed", "make setup"

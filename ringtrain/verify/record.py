@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,8 @@ from ringtrain.training.loop import run_steps
 from ringtrain.training.session import RunSession
 from ringtrain.verify.compare import ROUNDING
 from ringtrain.verify.precision import find_narrow, keep_narrow_layers, widened
-from ringtrain.verify.probes import depends_on_other_samples, digest, try_nonfinite
+from ringtrain.verify.probes import digest, find_batch_defect, try_nonfinite
+from ringtrain.verify.random_draws import make_draws_equal, switch_off_training
 from ringtrain.verify.trials import (
     BEGINNING,
     BEGINNING_STEPS,
@@ -128,6 +128,7 @@ def create_recorded_job(
     """Return a job without known differences between world sizes, and notes about them."""
     keras.utils.clear_session()
     notes: list[str] = []
+    layer_notes: list[str] = []
     config = trial.config
     if trial.is_vector:
         collective = copy.copy(collective)
@@ -136,7 +137,8 @@ def create_recorded_job(
     def adapt(model: keras.Model) -> None:
         if not trial.is_lossy:
             set_precision(config.precision)  # create_model may have set another
-        notes.extend(make_comparable(model, freezes=freezes))
+        nonlocal layer_notes
+        layer_notes = make_comparable(model, freezes=freezes)
         notes.extend(f"{name}: {NEVER_CALLED}" for name in find_own_steps(model))
 
     with explaining_float64(config):
@@ -167,7 +169,7 @@ def create_recorded_job(
     if not collective.world.is_rank0:
         fill_with_noise(job.step.variables, seed=collective.world.rank)
     job.step.share_values(collective)
-    return job, notes
+    return job, layer_notes + notes
 
 
 @contextlib.contextmanager
@@ -204,7 +206,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         "reference": np.array(trial.reference),
     }
     if is_reference and trial.name == "float64":
-        facts["depends_on_other_samples"] = np.array(depends_on_other_samples(job, ROUNDING[computed_in].tolerance))
+        facts["batch_defect"] = np.array(find_batch_defect(job, ROUNDING[computed_in].tolerance), str)
     train_recorded(job, facts, directory / f"{trial.name}.npz", trial)
     if is_reference and job.batches.can_begin_again:
         for variable, value in zip(job.step.variables, first, strict=True):
@@ -270,17 +272,19 @@ def gather_values(step: TrainStep) -> dict[str, np.ndarray]:
 
 
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
-    """Disable known differences between world sizes (local BatchNorm if ``freezes``); return notes."""
-    notes = []
+    """Disable known differences between world sizes (local BatchNorm if ``freezes``); return notes.
+
+    A note changes in the first call of its layer if the layer draws random numbers whatever ``training`` is.
+    """
+    notes: list[str] = []
     keep_narrow_layers(model)
     for layer in model._flatten_layers():
         match_regularizers(layer)
         if type(layer).__name__ == "Equalization":
-            call_without_training(layer)
+            switch_off_training(layer)
             notes.append(f"{layer.name}: equalizes each rank's samples by themselves; switched off for the comparison")
         elif draws(layer):
-            call_without_training(layer)
-            notes.append(f"{layer.name}: its random draws differ by rank; switched off for the comparison")
+            make_draws_equal(layer, notes)
         is_local_norm = isinstance(layer, keras.layers.BatchNormalization) and not hasattr(layer, "needs_every_rank")
         if freezes and is_local_norm and layer.trainable:
             layer.trainable = False
@@ -297,25 +301,6 @@ def match_regularizers(layer: keras.layers.Layer) -> None:
         for name, factor in vars(regularizer).items():
             if isinstance(factor, tf.Tensor) and factor.dtype.is_floating:
                 setattr(regularizer, name, tf.cast(factor, layer.variable_dtype))
-
-
-def call_without_training(layer: keras.layers.Layer) -> None:
-    call = layer.call
-    signature = inspect.signature(call)
-    if "training" not in signature.parameters:
-        raise UsageError(
-            f"the layer {layer.name!r} ({type(layer).__name__}) draws random numbers in every call, so other world "
-            "sizes train other things: nothing can be compared. Give its call() a `training` argument, and let it "
-            "draw only where that is true."
-        )
-
-    @functools.wraps(call)
-    def call_outside_of_training(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments["training"] = False
-        return call(*bound.args, **bound.kwargs)
-
-    layer.call = call_outside_of_training
 
 
 def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:

@@ -488,7 +488,6 @@ def test_no_keras_layer_draws_random_numbers_in_a_comparison(collective: Any) ->
     import numpy as np
     import tensorflow as tf
 
-    from ringtrain.errors import UsageError
     from ringtrain.step.train_step import set_precision
     from ringtrain.verify.record import make_comparable
     from tests.world.workloads import every_layer
@@ -520,8 +519,11 @@ def test_no_keras_layer_draws_random_numbers_in_a_comparison(collective: Any) ->
             return inputs + keras.random.normal((1, 2), seed=self.seed_generator)
 
     model = keras.Sequential([keras.Input((2,)), Sampling()])
-    with pytest.raises(UsageError, match=r"the layer 'sampling' \(Sampling\) draws random numbers in every call"):
-        make_comparable(model)
+    notes = make_comparable(model)
+    assert notes == [
+        "sampling: it draws random numbers in every call; in the comparison they are equal for all samples and steps"
+    ]
+    np.testing.assert_array_equal(model(x[:, :2]), model(x[:, :2]))
 
 
 @pytest.mark.parametrize(
@@ -541,6 +543,42 @@ def test_two_ranks_train_the_layers_of_keras_as_one_does(collective: Any, only: 
     settings: dict[str, Any] = {"steps": 2, "global_batch_size": 5, "optimizer": {"name": "adam"}}
     findings, _ = findings_of(workload, collective, trials=trials, **settings)
     assert all(finding.passes for finding in findings), findings
+
+
+@on_ranks(2, 3)
+def test_noise_outside_of_training_is_equal_in_all_world_sizes(collective: Any) -> None:
+    """The trials cover one sum, groups, sharded updates and micro-batches."""
+    from tests.world.workloads.small import Noisy
+
+    trials = ("float64", "float32", "float64-sharded", "float64-accumulated")
+    findings, notes = findings_of(Noisy(), collective, trials=trials, epochs=1)
+    assert [finding for finding in findings if not finding.passes] == []
+    if collective.world.is_rank0:
+        assert "noise: it draws random numbers in every call; in the comparison they are equal" in notes[0]
+
+
+@on_ranks(1)
+def test_random_draws_are_distinguished_from_other_samples(collective: Any) -> None:
+    import keras
+
+    from ringtrain.config import make_config
+    from ringtrain.verify.probes import OTHER_SAMPLES, RANDOM_DRAWS, find_batch_defect
+    from ringtrain.verify.record import create_recorded_job
+    from ringtrain.verify.trials import plan_trials
+    from tests.world.workloads.small import Noisy, Small
+
+    class Centred(Small):
+        def loss(self, y: Any, outputs: Any) -> Any:
+            return super().loss(y, outputs - keras.ops.mean(outputs, axis=0, keepdims=True))
+
+    unseeded = Noisy()
+    unseeded.options = {"is_seeded": False}  # type: ignore[misc]
+    expected = {Small(): "", Noisy(): "", unseeded: RANDOM_DRAWS, Centred(): OTHER_SAMPLES}
+    for workload, defect in expected.items():
+        config = make_config(SETTINGS, workload.defaults)
+        trial = plan_trials(config, is_reference=True)[0]
+        job, _ = create_recorded_job(workload, trial, collective)
+        assert find_batch_defect(job, 1e-10) == defect, workload
 
 
 def findings_of(

@@ -107,6 +107,18 @@ class Sampling(keras.layers.Layer):
         return x + keras.random.normal(keras.ops.shape(x), seed=self.seed_generator)
 
 
+class Words(keras.layers.Layer):
+    """Adds the mean of embeddings, of which a batch uses each several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = keras.layers.Embedding(8, 16)
+
+    def call(self, x: Any) -> Any:
+        ids = tf.cast(tf.abs(x) * 8, tf.int32) % 8
+        return x + tf.reduce_mean(self.embedding(ids), axis=1)
+
+
 class Attention(keras.layers.Layer):
     """The gradient of the keys' bias is rounding alone."""
 
@@ -202,6 +214,10 @@ RIGHT: dict[str, Script] = {
         optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1)), weights=True
     ),
     "updates that rounding decides": Script(layers=lambda: [keras.layers.Reshape((4, 4)), Attention()]),
+    "repeated rows of an embedding": Script(layers=lambda: [Words()]),
+    "repeated rows, clipped, by a tape": Script(
+        layers=lambda: [Words()], optimizer=lambda: keras.optimizers.Adagrad(0.1, clipnorm=0.01), model=Once
+    ),
     "uneven batches, weighted": Script(samples=fewer_on_rank_1, loss=weighted_by_counts),
     "a loss across samples of all ranks": Script(loss=across_ranks),
     "loss scale": Script(

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives.context import alone
+from ringtrain.collectives.gradients import merge_repeated_rows
 from ringtrain.keras.distributed import OUTER, Distributed, wrap_method
 from ringtrain.keras.exchange import Exchange, variable_key
 from ringtrain.keras.guards import read_rate
@@ -97,7 +98,9 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
             # An optimizer may pass on a tape's gradients.
             record.local.setdefault(variable_key(variable), tf.convert_to_tensor(gradient) * factor)
             record.has_own_layers |= exchange.is_local(variable)
-        return list(gradients) if is_one_process else plain(exchange, gradients, variables)
+        if is_one_process:
+            return list(map(merge_repeated_rows, gradients))
+        return plain(exchange, gradients, variables)
 
     def apply(plain: Plain, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         record.optimizers.append(optimizer)

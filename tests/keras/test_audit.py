@@ -558,6 +558,47 @@ def test_the_command_audits_a_loop_that_a_rank_leaves(tmp_path: Path) -> None:
     assert json.loads((out / "verdict.json").read_text())["steps"] == 2
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples/fit_kept.py"
+
+
+def verify_kept(directory: Path) -> Any:
+    """Audit the script ``fit_kept.py`` in this directory, where it keeps its run in runs/kept."""
+    command = [sys.executable, "-m", "ringtrain", "verify", "--script", "fit_kept.py", "--steps", "1"]
+    run = run_command(command, env=clean_environment(), timeout=120, cwd=directory)
+    assert (run.rc, run.left_behind) == (0, False), run.stderr
+    assert "the ranks train what one process would train" in run.stdout
+    assert sorted(path.name for path in (directory / "audit").iterdir()) == ["index.html", "verdict.json"]
+    return run
+
+
+def read_files(directory: Path) -> dict[Path, tuple[int, bytes]]:
+    """Return time of change and content of each file."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_a_script_with_a_run_directory_is_audited_without_writing_to_it(tmp_path: Path) -> None:
+    (tmp_path / "fit_kept.py").write_text(EXAMPLE.read_text())
+    run = verify_kept(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["audit", "fit_kept.py"]
+    assert "note" not in run.stdout
+
+
+def test_the_audit_says_that_the_run_of_a_script_is_complete_already(tmp_path: Path) -> None:
+    script = tmp_path / "fit_kept.py"
+    script.write_text(EXAMPLE.read_text().replace("epochs=10", "epochs=1"))
+    trained = run_command([sys.executable, str(script)], env=clean_environment(), timeout=120, cwd=tmp_path)
+    assert trained.rc == 0, trained.stderr
+    before = read_files(tmp_path / "runs")
+    run = verify_kept(tmp_path)
+    assert "note: The run in runs/kept is complete already (128 steps)" in run.stdout
+    assert read_files(tmp_path / "runs") == before
+    script.write_text(EXAMPLE.read_text())
+    run = verify_kept(tmp_path)
+    assert "note: The run in runs/kept has a checkpoint of step 128, which the script resumes" in run.stdout
+    assert read_files(tmp_path / "runs") == before
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -46,6 +46,7 @@ class Auditor:
         self.steps, self._max_bytes = steps, max_mebibytes * 2**20
         self.results: list[Facts] = []
         self.why_not = ""
+        self.notes: list[str] = []  # about the script, not about its steps
         self.then: Callable[[], None] = lambda: None  # when it is done
         self._watched: dict[int, Watched] = {}
         self._is_in_step = False
@@ -130,6 +131,7 @@ class Auditor:
             word = "equal within" if worst.passes else "DIFFERENT by"
             lines.append(f"  {worst.kind}: {word} {worst.value:.1e} (tolerance {worst.tolerance:.0e}), {worst.name}")
         lines += [f"  {'cause' if cause.is_wrong else 'note'}: {cause.words}" for cause in self.find_causes()]
+        lines += [f"  note: {note}" for note in self.notes]
         if drawing := ranks[0]["drawing"]:
             lines.append(f"  note: dropout and noise ({', '.join(drawing)}) are off: their draws differ by rank")
         lines.append(f"  not compared: {NOT_COMPARED}")
@@ -144,6 +146,7 @@ class Auditor:
             "passes": self.passes,
             "steps": len(self.results),
             "why_not": self.why_not,
+            "notes": self.notes,
             "causes": [cause._asdict() for cause in self.find_causes()],
             "differences": [[{**each._asdict(), "passes": each.passes} for each in row] for row in differences],
             "variables": [worst_rows(facts) for facts in self.results],

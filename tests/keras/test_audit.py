@@ -66,8 +66,14 @@ class ByRank(keras.Model):
         if self.way == "part":  # the first kernel is left out
             [own] = tape.gradient(loss, variables[:1])
             gradients = [own, *hvd.DistributedGradientTape(tape).gradient(loss, variables[1:])]
+        elif self.way == "clips":
+            gradients = [tf.clip_by_norm(g, 0.01) for g in tape.gradient(loss, variables)]
+        elif self.way == "clips all":
+            gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.01)
         else:
             gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        if self.way == "clips reduced":
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.01)
         if self.way == "after":
             gradients = [g * (1.0 + hvd.rank()) for g in gradients]
         if self.way == "twice":
@@ -144,6 +150,18 @@ def distribute(**arguments: Any) -> Callable[[], Any]:
     return lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **arguments)
 
 
+def clipped_mean(y: Any, z: Any) -> Any:
+    """Clip the mean over the samples; that of rank 0 alone is larger."""
+    loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, z, from_logits=True))
+    return tf.clip_by_value(loss, 0.0, 1.65)
+
+
+def clipped_samples(y: Any, z: Any) -> Any:
+    """Clip the loss of each sample."""
+    losses = keras.losses.sparse_categorical_crossentropy(y, z, from_logits=True)
+    return tf.clip_by_value(losses, 0.0, 1.4)
+
+
 def plain_sgd() -> Any:
     return keras.optimizers.SGD(0.1)
 
@@ -180,6 +198,15 @@ WRONG: dict[str, tuple[str, Script]] = {
         "summed",
         Script(optimizer=distribute(backward_passes_per_step=2, op=hvd.Sum)),
     ),
+    "gradients clipped by their norm": (
+        "clipped before the reduction",
+        Script(model=by_rank("clips")),
+    ),
+    "gradients clipped by their global norm": (
+        "clipped before the reduction",
+        Script(model=by_rank("clips all")),
+    ),
+    "a clipped loss": ("clipped before the reduction", Script(loss=clipped_mean)),
     "a contrastive loss": (
         "loss across samples",
         Script(loss=lambda y, z: CROSS_ENTROPY(y, z) + 0.1 * tf.math.reduce_variance(z)),
@@ -220,6 +247,8 @@ RIGHT: dict[str, Script] = {
     ),
     "uneven batches, weighted": Script(samples=fewer_on_rank_1, loss=weighted_by_counts),
     "a loss across samples of all ranks": Script(loss=across_ranks),
+    "a loss clipped by sample": Script(loss=clipped_samples),
+    "reduced gradients that are clipped": Script(optimizer=plain_sgd, model=by_rank("clips reduced")),
     "loss scale": Script(
         optimizer=lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     ),

@@ -40,6 +40,7 @@ class Recording:
     variables: dict[Hashable, Any] = field(default_factory=dict)  # whose gradients were reduced or applied
     written: dict[Hashable, Any] = field(default_factory=dict)
     local: dict[Hashable, Any] = field(default_factory=dict)  # this rank's gradients, before their reduction
+    raw: dict[Hashable, Any] = field(default_factory=dict)  # this rank's gradients, as tapes computed them
     applied: dict[Hashable, Any] = field(default_factory=dict)  # gradients that an optimizer got
     exchanges: list[Exchange] = field(default_factory=list)
     has_own_layers: bool = False  # PartialDistributedOptimizer
@@ -62,6 +63,12 @@ class Recording:
     @property
     def is_between_passes(self) -> bool:
         return any(not each.accumulation.is_complete() for each in self.exchanges if each.accumulation)
+
+    def forget_gradients(self) -> None:
+        """Free their memory."""
+        self.raw = {}
+        self.local = {}
+        self.applied = {}
 
     def all_variables(self) -> dict[Hashable, Any]:
         slots = [variable for optimizer in self.optimizers for variable in optimizer.variables]
@@ -119,6 +126,17 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
             record.not_distributed.append(f"{optimizer.name} ({type(optimizer).__name__})")
         return plain(optimizer, grads, trainable_variables)
 
+    def compute(plain: Plain, tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        gradients = plain(tape, target, sources, *args, **kwargs)
+        flat_gradients = tf.nest.flatten(gradients)
+        for gradient, source in zip(flat_gradients, tf.nest.flatten(sources), strict=True):
+            is_variable = isinstance(source, tf.Variable | keras.Variable)
+            if is_variable and gradient is not None and tf.executing_eagerly():
+                key = variable_key(source)
+                dense = tf.convert_to_tensor(gradient)
+                record.raw[key] = record.raw[key] + dense if key in record.raw else dense
+        return gradients
+
     def call(plain: Plain, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         record.called[id(layer)] = layer
         return plain(layer, *args, **kwargs)
@@ -132,6 +150,7 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
             (Exchange, "reduce", reduce),
             (Exchange, "_reduce_now", reduce_now),
             *((each, "apply", apply) for each in (keras.optimizers.Optimizer, *OUTER)),
+            (tf.GradientTape, "gradient", compute),
             (keras.layers.Layer, "__call__", call),
             *((_variable_class(), name, assign) for name in ("assign", "assign_add", "assign_sub")),
         ]

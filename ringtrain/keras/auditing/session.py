@@ -95,7 +95,7 @@ class Auditor:
                 self.why_not = str(error)
         else:
             watched.known = watched.record
-            watched.known.local, watched.known.applied = {}, {}  # free their memory
+            watched.known.forget_gradients()
         watched.start()
         return returned
 

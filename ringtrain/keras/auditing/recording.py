@@ -22,14 +22,29 @@ from ringtrain.keras.exchange import Exchange, variable_key
 from ringtrain.keras.guards import read_rate
 
 Plain = Callable[..., Any]  # a replaced method
+# Of one process. Those of ringtrain.keras find out by themselves that it is alone.
 COLLECTIVES_OF_ONE: dict[str, Any] = {
     **dict.fromkeys(  # in one process, a sum, mean or gather over ranks is the value itself
-        ("allreduce", "allgather", "broadcast", "grouped_allreduce", "reducescatter", "broadcast_object"),
+        (
+            "allgather",
+            "allreduce",
+            "broadcast",
+            "broadcast_object",
+            "grouped_allgather",
+            "grouped_allreduce",
+            "grouped_reducescatter",
+            "reducescatter",
+        ),
         lambda value, *args, **kwargs: value,
     ),
-    "size": lambda: 1,
-    "rank": lambda: 0,
+    "alltoall": lambda value, splits=None, *args, **kwargs: value if splits is None else (value, splits),
     "allgather_object": lambda value, *args, **kwargs: [value],
+}
+NUMBERS_OF_ONE: dict[str, Any] = {
+    **dict.fromkeys(("size", "local_size", "cross_size"), lambda: 1),
+    **dict.fromkeys(("rank", "local_rank", "cross_rank"), lambda: 0),
+    **dict.fromkeys(("size_op", "local_size_op"), lambda *args, **kwargs: tf.constant(1)),
+    **dict.fromkeys(("rank_op", "local_rank_op"), lambda *args, **kwargs: tf.constant(0)),
 }
 
 
@@ -158,9 +173,9 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
             stack.enter_context(replaced(*patch))
         if is_one_process:
             stack.enter_context(alone())
-            for interface in (hvd, sys.modules[__name__.partition(".auditing")[0]]):
-                there = {name: value for name, value in COLLECTIVES_OF_ONE.items() if hasattr(interface, name)}
-                stack.enter_context(mock.patch.multiple(interface, **there))
+            ours = sys.modules[__name__.partition(".auditing")[0]]
+            stack.enter_context(mock.patch.multiple(hvd, **COLLECTIVES_OF_ONE, **NUMBERS_OF_ONE))
+            stack.enter_context(mock.patch.multiple(ours, **NUMBERS_OF_ONE))
         yield
 
 

@@ -30,6 +30,7 @@ from keras.src.backend.tensorflow import trainer
 
 from ringtrain.data.tf_data import without_tuner
 from ringtrain.keras.auditing.session import Audit
+from ringtrain.keras.auditing.tracing import note_batch_spec
 from ringtrain.keras.collective import is_elastic, log
 from ringtrain.keras.distributed import (
     OUTER,
@@ -156,6 +157,7 @@ class EpochIterator(trainer.TFEpochIterator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """A model without ``keras.Input`` needs weights before a restore."""
         super().__init__(*args, **kwargs)
+        note_batch_spec(self._distributed_dataset.element_spec)
         if Run.current is not None:
             Run.current.build_model(self._distributed_dataset.element_spec)
 

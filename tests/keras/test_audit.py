@@ -142,6 +142,20 @@ def weighted_by_counts(y: Any, z: Any) -> Any:
     return CROSS_ENTROPY(y, z) * count * hvd.size() / total
 
 
+def weighted_by_our_counts(y: Any, z: Any) -> Any:
+    """As ``weighted_by_counts``, by ringtrain's operations."""
+    count = tf.cast(tf.shape(z)[0], tf.float32)
+    [total] = hvd.grouped_allreduce([count], op=hvd.Sum)
+    means = hvd.allgather(count[tf.newaxis])
+    return CROSS_ENTROPY(y, z) * count * hvd.size() / (total + 0 * tf.reduce_sum(means))
+
+
+def eager_alone(y: Any, z: Any) -> Any:
+    """Is right, and needs values."""
+    loss = CROSS_ENTROPY(y, z)
+    return loss if float(loss) > 0 else 2 * loss
+
+
 def across_ranks(y: Any, z: Any) -> Any:
     return CROSS_ENTROPY(y, z) + 0.1 * tf.math.reduce_variance(ringtrain.all_gather(z))
 
@@ -207,6 +221,7 @@ WRONG: dict[str, tuple[str, Script]] = {
         Script(model=by_rank("clips all")),
     ),
     "a clipped loss": ("clipped before the reduction", Script(loss=clipped_mean)),
+    "a step that needs values": ("fails in a graph", Script(loss=eager_alone)),
     "a contrastive loss": (
         "loss across samples",
         Script(loss=lambda y, z: CROSS_ENTROPY(y, z) + 0.1 * tf.math.reduce_variance(z)),
@@ -246,6 +261,7 @@ RIGHT: dict[str, Script] = {
         layers=lambda: [Words()], optimizer=lambda: keras.optimizers.Adagrad(0.1, clipnorm=0.01), model=Once
     ),
     "uneven batches, weighted": Script(samples=fewer_on_rank_1, loss=weighted_by_counts),
+    "uneven batches, weighted by ringtrain's operations": Script(samples=fewer_on_rank_1, loss=weighted_by_our_counts),
     "a loss across samples of all ranks": Script(loss=across_ranks),
     "a loss clipped by sample": Script(loss=clipped_samples),
     "reduced gradients that are clipped": Script(optimizer=plain_sgd, model=by_rank("clips reduced")),
@@ -357,6 +373,36 @@ def test_a_loop_of_a_script_is_audited(collective: Collective, op: str) -> None:
 
 
 @on_ranks(2)
+def test_a_loop_that_runs_eagerly_only_is_named(collective: Collective) -> None:
+    """Its graph has no values; the first call of the function would fail without the audit."""
+    hvd.init()
+    layer, optimizer = keras.layers.Dense(CLASSES), keras.optimizers.SGD(0.1)
+    layer.build((None, FEATURES))
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(layer(x)))
+        variables = [v.value for v in layer.trainable_variables]
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+        hvd.broadcast_object(0)
+        return loss
+
+    x = tf.constant(np.random.default_rng(hvd.rank()).normal(size=(SAMPLES, FEATURES)), tf.float32)
+    hvd.broadcast_variables(layer.variables, root_rank=0)
+
+    def loop() -> None:
+        for _ in range(2):
+            step(x)
+
+    with pytest.raises(ReplicasDifferError, match="fails in a graph"), hvd.audit(steps=1):
+        loop()
+    with pytest.raises(UsageError, match="sends Python objects"):
+        step(x)
+
+
+@on_ranks(2)
 def test_fit_within_the_block_is_audited(collective: Collective) -> None:
     hvd.init()
     with hvd.audit(steps=1):
@@ -374,10 +420,10 @@ def test_a_rank_that_leaves_the_loop_ends_the_audit(collective: Collective) -> N
     optimizer = keras.optimizers.SGD(0.1)
 
     @tf.function
-    def step(x: tf.Tensor) -> None:
+    def step(x: tf.Tensor, is_left: bool) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(layer(x) - 1.0))
-        if not auditor.why_not:  # else it would wait for rank 1
+        if not (is_left or auditor.why_not):  # else it would wait for rank 1
             tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, [v.value for v in layer.trainable_variables])
         optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
@@ -385,7 +431,7 @@ def test_a_rank_that_leaves_the_loop_ends_the_audit(collective: Collective) -> N
     auditor = Auditor(4, 1)
     with watching(auditor):
         for number in range(2 if hvd.rank() == 1 else 4):
-            step(tf.constant(random.normal(size=(SAMPLES, FEATURES)), tf.float32))
+            step(tf.constant(random.normal(size=(SAMPLES, FEATURES)), tf.float32), bool(auditor.why_not))
             if number == 0:
                 hvd.broadcast_variables([*layer.variables, *optimizer.variables], root_rank=0)
     assert (len(auditor.results), auditor.passes) == (1, True)

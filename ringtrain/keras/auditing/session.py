@@ -7,27 +7,38 @@ import functools
 import html
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from ringtrain.collectives import all_gather_object
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.auditing.causes import COMPARED, Cause, Facts, find_causes, find_differences
 from ringtrain.keras.auditing.recording import Recording, eagerly, recording, replaced
 from ringtrain.keras.auditing.step import Batch, NotAuditedError, Trial, Values, agree, compare, read_values
+from ringtrain.keras.auditing.tracing import trace_train_step, why_not_traced
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
+from ringtrain.keras.exchange import Exchange
+from ringtrain.messages.ranks import name_ranks
 
 DEFAULT_STEPS, DEFAULT_MEBIBYTES = 3, 1024
-NOT_COMPARED = "graphs and XLA (the audited steps run eagerly), later steps, evaluation, saved models and speed"
+NOT_COMPARED = (
+    "values in graphs (one step is traced, and the audited ones run eagerly), XLA, later steps, "
+    "evaluation, saved models and speed"
+)
 COLUMNS = ("name", "gradient", "gradient_rounding", "update", "factor", "is_reduced")
 
 
 class Watched:
     """A step of a script, of a function or model: its calls until gradients are reduced."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, trace: Callable[..., Any] | None = None) -> None:
+        """``trace``: builds the step's graph, with the arguments of a call; None if it has none."""
         self.owner = owner  # kept, for its id
+        self.trace = trace
+        self.is_traced = False
         self.known: Recording | None = None  # of the first calls, which show the variables
         self.start()
 
@@ -46,6 +57,7 @@ class Auditor:
         self.steps, self._max_bytes = steps, max_mebibytes * 2**20
         self.results: list[Facts] = []
         self.why_not = ""
+        self.graph_causes: list[Cause] = []  # why the real run, in a graph, would fail
         self.notes: list[str] = []  # about the script, not about its steps
         self.then: Callable[[], None] = lambda: None  # when it is done
         self._watched: dict[int, Watched] = {}
@@ -54,6 +66,10 @@ class Auditor:
     @property
     def is_done(self) -> bool:
         return len(self.results) >= self.steps or bool(self.why_not)
+
+    def watch(self, owner: Any, trace: Callable[..., Any] | None) -> None:
+        """Expect steps of a function or model; ``trace``: as in ``Watched``."""
+        self._watched.setdefault(id(owner), Watched(owner, trace))
 
     def forget(self, owner: Any) -> None:
         self._watched.pop(id(owner), None)
@@ -64,11 +80,32 @@ class Auditor:
         if self._is_in_step or self.is_done or (watched.known and not watched.known.exchanges):
             return step(*args, **kwargs)
         self._is_in_step = True
+        is_graph = watched.trace is not None and not tf.config.functions_run_eagerly()
         try:
+            num_before = len(self.results)
             with eagerly():
-                return self._call(watched, step, (args, kwargs))
+                returned = self._call(watched, step, (args, kwargs))
+            if is_graph and len(self.results) > num_before and not watched.is_traced:
+                self._trace(watched, args, kwargs)
+            return returned
         finally:
             self._is_in_step = False
+
+    def _trace(self, watched: Watched, args: Any, kwargs: Any) -> None:
+        """Trace an audited step as a graph, which the real run would run. Collective."""
+        watched.is_traced = True
+        assert watched.trace is not None
+        with mock.patch.object(Exchange, "_fit", None):  # this graph is not the one that fit runs
+            error = why_not_traced(watched.trace, args, kwargs)
+        errors = all_gather_object(ProcessSetCollective(), error, name="audit/graph")
+        failed = [rank for rank, reason in enumerate(errors) if reason]
+        if failed:
+            cause = Cause(
+                "fails in a graph",
+                f"The step runs eagerly, but a run without the audit traces it as a graph, which fails on "
+                f"{name_ranks(failed)}: {errors[failed[0]]}",
+            )
+            self.graph_causes.append(cause)
 
     def _call(self, watched: Watched, step: Callable[..., Any], arguments: Any) -> Any:
         args, kwargs = arguments
@@ -109,7 +146,7 @@ class Auditor:
     def find_causes(self) -> list[Cause]:
         """Return each cause once, of the step that shows it first."""
         found = {cause.name: cause for facts in reversed(self.results) for cause in find_causes(facts)}
-        return list(found.values())
+        return [*found.values(), *self.graph_causes]
 
     @property
     def passes(self) -> bool:
@@ -215,6 +252,8 @@ class Audit(keras.callbacks.Callback):
             )
         auditor.forget(model)
         plain = model.train_step
+        if not model.run_eagerly:
+            auditor.watch(model, functools.partial(trace_train_step, plain))
         names = ("run_eagerly", "jit_compile")
         self._settings = {"train_step": vars(model).get("train_step")} | {name: getattr(model, name) for name in names}
         model.train_step = lambda data: auditor.call(model, plain, data)
@@ -266,6 +305,7 @@ def watching(auditor: Auditor) -> Iterator[None]:
     def call(plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         if auditor.is_done or not tf.executing_eagerly():
             return plain(function, *args, **kwargs)
+        auditor.watch(function, function.get_concrete_function)
         returned = auditor.call(function, functools.partial(plain, function), *args, **kwargs)
         if auditor.is_done:
             auditor.then()

@@ -34,6 +34,7 @@ from ringtrain.keras.collective import (
 )
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
+from ringtrain.keras.writers import Writers, refuse_restores, shared_targets
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
@@ -71,9 +72,11 @@ class TrainingGuard(keras.callbacks.Callback):
     trained_together: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
     trained_by_tape: ClassVar[weakref.WeakSet[keras.Model]] = weakref.WeakSet()
 
-    def __init__(self, *, has_audit: bool = False) -> None:
+    def __init__(self, *, has_audit: bool = False, callbacks: Sequence[keras.callbacks.Callback] = ()) -> None:
+        """``callbacks``: the others of this fit."""
         super().__init__()
         self._has_audit = has_audit
+        self._writers = Writers(callbacks)
         self._collective: ProcessSetCollective | None = None  # None: this fit is not distributed
         self._exchange: Exchange | None = None
         self._num_batches = self._num_epochs = self._reductions_before = 0
@@ -88,8 +91,12 @@ class TrainingGuard(keras.callbacks.Callback):
         if self._exchange is not None:
             self.trained_together.update(weights)
         self._collective = self._connect()
+        if self._exchange is None and type(self.model).train_step is not keras.Model.train_step:
+            # Its tape may reduce, so that all ranks train one model; only a step shows it.
+            refuse_restores([self._writers.restores()], [hvd.rank()])
         if self._collective is not None:
             self._require_same_plan(self._collective)
+            self._share_files(self._collective)
             require_working_sums(self._collective, own_gpu())
         if self._exchange is not None:
             may_sum_natively = self._collective is not None and self._may_sum_natively(self._collective)
@@ -97,6 +104,17 @@ class TrainingGuard(keras.callbacks.Callback):
             if is_traced_otherwise and self.model.train_function is not None:
                 self.model.make_train_function(force=True)
         self._num_epochs = 0
+
+    def _share_files(self, collective: ProcessSetCollective) -> None:
+        """Refuse callbacks that restore ranks separately; let one rank write a file. Collective."""
+        mine = [self._writers.restores(), self._writers.targets()]
+        restores, targets = zip(*all_gather_object(collective, mine, name="guard_files"), strict=True)
+        refuse_restores(restores, collective.ranks)
+        position = list(collective.ranks).index(hvd.rank())
+        self._writers.leave_to_first(targets, position)
+        if position == 0:
+            for target in shared_targets(targets):
+                _say_once(f"{target} is written by one rank only, though several ranks have the callback")
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
         """Decide on native sums, and connect the ranks for the first. Collective."""
@@ -116,11 +134,10 @@ class TrainingGuard(keras.callbacks.Callback):
         TrainingGuard.earlier_reductions = 0
         if self._exchange is not None:
             self._exchange.end_fit()
-        self._require_same_way_on(is_end=True)
+        self._require_same_way_on(None)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._num_epochs:
-            self._require_same_way_on(is_end=False)
+        self._require_same_way_on(epoch)
         self._num_epochs += 1
         self._num_batches, TrainingGuard.batches_before = TrainingGuard.batches_before, 0
 
@@ -161,17 +178,21 @@ class TrainingGuard(keras.callbacks.Callback):
             return None
         return ProcessSetCollective(process_set=process_set)
 
-    def _require_same_way_on(self, *, is_end: bool) -> None:
-        """Check that all ranks continue, or all stop. Collective, between epochs and at the end."""
+    def _require_same_way_on(self, epoch: int | None) -> None:
+        """Check that all ranks begin the same epoch, or all end (None). Collective."""
         if self._collective is None:
             return
-        are_at_end = all_gather_object(self._collective, is_end, name="guard_way_on")
-        if any(are_at_end) and not all(are_at_end):
-            ended = [rank for rank, ends in zip(self._collective.ranks, are_at_end, strict=True) if ends]
+        ranks = self._collective.ranks
+        epochs = all_gather_object(self._collective, epoch, name="guard_way_on")
+        ended = [rank for rank, begun in zip(ranks, epochs, strict=True) if begun is None]
+        if ended and len(ended) < len(ranks):
             raise UsageError(
                 f"{name_ranks(ended)} stopped after {self._num_epochs} epochs of fit(), and the others continue: they "
-                f"would wait for ever. {STOP_REMEDY}"
+                f"would wait for ever. {STOP_REMEDY if self._num_epochs else EPOCH_REMEDY}"
             )
+        if not ended:
+            numbers = [begun + 1 for begun in epochs]
+            _require_equal(numbers, ranks, "first epochs" if not self._num_epochs else "epochs", EPOCH_REMEDY)
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
         layers = describe_layers(self.model, lambda layer: any(map(self._is_local, layer.trainable_variables)))
@@ -235,6 +256,10 @@ BATCHES_REMEDY = (
 )
 
 
+EPOCH_REMEDY = (
+    "Pass the same initial_epoch to fit() on every rank, from a value that all ranks share (hvd.broadcast_object). "
+    "callbacks.Run resumes all ranks together."
+)
 RATE_REMEDY = (
     "A callback that changes the learning rate, such as ReduceLROnPlateau, has to do so on all ranks: pass it to fit() "
     "on every rank, and if it goes by metrics, with hvd.callbacks.MetricAverageCallback() before it."

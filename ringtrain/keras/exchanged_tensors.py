@@ -27,6 +27,8 @@ from ringtrain.errors import UsageError
 from ringtrain.keras.collective import is_elastic
 
 Tensors = list[tf.Tensor]
+# Of all tensors that a script has reduced in this process; its gradients may be among them.
+reduced_shapes: set[tuple[int | None, ...]] = set()
 
 
 def reduce_tensors(
@@ -39,6 +41,7 @@ def reduce_tensors(
     name: str,
 ) -> Tensors:
     """Reduce tensors of one type. Their gradients are reduced in the same way. Collective."""
+    reduced_shapes.update(tuple(tensor.shape) for tensor in tensors if tensor.shape.rank is not None)
     if is_alone():
         factor = prescale_factor * postscale_factor
         return [scaled(tensor, factor) for tensor in tensors]
@@ -77,6 +80,7 @@ def sum_sparse(
             f"allreduce of a sparse tensor has op={op!r}; its rows can be added only. Use hvd.Sum "
             "or hvd.Average, or pass tf.convert_to_tensor(...)."
         )
+    reduced_shapes.add(tuple(gradient.shape))
     with tf.device(device):
         values = gather_tensor(gradient.values, process_set=process_set, name=f"{name}.values")
         indices = gather_tensor(gradient.indices, process_set=process_set, name=f"{name}.indices")

@@ -34,6 +34,7 @@ from ringtrain.keras.collective import (
 )
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
+from ringtrain.keras.exchanged_tensors import reduced_shapes
 from ringtrain.keras.writers import Writers, refuse_restores, shared_targets
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
@@ -41,16 +42,20 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.devices import own_gpu
 
 
-def check_distributed(optimizer: Any) -> None:
+def check_distributed(optimizer: Any, gradients: Sequence[Any]) -> None:
     """Refuse an optimizer that updates only this rank's model. Called while its first step is traced.
 
-    It raises if this process, or for weights of an earlier distributed ``fit``, this ``fit``, has reduced no gradients.
+    It raises if this process, or for weights of an earlier distributed ``fit``, this ``fit``, has reduced no gradients,
+    nor tensors of their shapes by ``hvd.allreduce``.
     """
     # Gradients may be reduced already, or the model be this rank's own.
     may_apply_alone = GradientReduction.calls > TrainingGuard.earlier_reductions
     if isinstance(optimizer, Distributed) or is_applying.get() or may_apply_alone:
         return
     if not hvd.is_initialized() or hvd.size() == 1:
+        return
+    shapes = {tuple(gradient.shape) for gradient in gradients if gradient is not None}
+    if shapes <= reduced_shapes:
         return
     raise UsageError(
         f"the optimizer {optimizer.name!r} ({type(optimizer).__name__}) is not distributed: each of the {hvd.size()} "

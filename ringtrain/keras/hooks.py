@@ -64,6 +64,7 @@ def install() -> None:
 
 
 def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    grads = list(grads)
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     inner = optimizer.inner_optimizer if is_scaled else optimizer
     if is_scaled and isinstance(inner, Distributed):
@@ -73,7 +74,7 @@ def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = No
             inner.build(list(trainable_variables))
         check_parts(inner)
     if not is_scaled:
-        check_distributed(optimizer)
+        check_distributed(optimizer, grads)
     return plain(optimizer, grads, trainable_variables)
 
 

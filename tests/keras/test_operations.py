@@ -11,7 +11,10 @@ import tensorflow as tf
 
 import ringtrain.keras as hvd
 from ringtrain.collectives import Collective, all_gather_object
+from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import UsageError
+from ringtrain.keras import exchanged_tensors
+from tests.keras.training import largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import Launch, on_ranks
 
 # Each takes a tensor [6, 2] and the interface: ringtrain's, or Horovod's own.
@@ -198,3 +201,39 @@ def test_objects_are_refused_in_a_graph_and_have_one_name(collective: Collective
 def test_init_comes_before_operations() -> None:
     with pytest.raises(UsageError, match=r"allreduce needs to know the ranks.*ringtrain.keras.init\(\)"):
         hvd.allreduce([1.0])
+
+
+class OwnReduction(keras.Sequential):
+    """Reduces its gradients by ``hvd.grouped_allreduce``, or only the loss that it logs."""
+
+    reduces_gradients = True
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, [variable.value for variable in self.trainable_variables])
+        mean = hvd.allreduce(loss)
+        if self.reduces_gradients:
+            gradients = hvd.grouped_allreduce(gradients)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": mean}
+
+
+@on_ranks(2)
+def test_a_step_may_reduce_its_gradients_by_an_operation(collective: Collective) -> None:
+    """With the optimizer of Keras; a reduction of the loss alone is not enough."""
+    hvd.init()
+    exchanged_tensors.reduced_shapes.clear()
+    GradientReduction.calls = 0
+    batches = split_batches(make_batches(4))
+    model = OwnReduction(make_model().layers)
+    model.reduces_gradients = False
+    with pytest.raises(UsageError, match=r"is not distributed"):
+        train("fit", model, keras.optimizers.SGD(0.1), batches)
+    model = OwnReduction(make_model().layers)
+    train("fit", model, keras.optimizers.SGD(0.1), batches)
+    right = make_model()
+    train("fit", right, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), batches)
+    assert largest_difference(model, right) < 1e-5
+    exchanged_tensors.reduced_shapes.clear()

@@ -8,8 +8,8 @@ from the order of the calls in a function, and a gradient's name from that of it
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
 import keras
@@ -27,8 +27,19 @@ from ringtrain.errors import UsageError
 from ringtrain.keras.collective import is_elastic
 
 Tensors = list[tf.Tensor]
-# Of all tensors that a script has reduced in this process; its gradients may be among them.
-reduced_shapes: set[tuple[int | None, ...]] = set()
+
+
+class Reduced:
+    """Record of the tensors that a script has reduced in this process: gradients may be among them."""
+
+    shapes: ClassVar[set[tuple[int | None, ...]]] = set()
+    num_calls: ClassVar[int] = 0
+
+    @classmethod
+    def note(cls, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> None:
+        """Record tensors that are reduced together."""
+        cls.num_calls += 1
+        cls.shapes.update(tuple(each.shape) for each in tensors if each.shape.rank is not None)
 
 
 def reduce_tensors(
@@ -41,7 +52,7 @@ def reduce_tensors(
     name: str,
 ) -> Tensors:
     """Reduce tensors of one type. Their gradients are reduced in the same way. Collective."""
-    reduced_shapes.update(tuple(tensor.shape) for tensor in tensors if tensor.shape.rank is not None)
+    Reduced.note(tensors)
     if is_alone():
         factor = prescale_factor * postscale_factor
         return [scaled(tensor, factor) for tensor in tensors]
@@ -80,7 +91,7 @@ def sum_sparse(
             f"allreduce of a sparse tensor has op={op!r}; its rows can be added only. Use hvd.Sum "
             "or hvd.Average, or pass tf.convert_to_tensor(...)."
         )
-    reduced_shapes.add(tuple(gradient.shape))
+    Reduced.note([gradient])
     with tf.device(device):
         values = gather_tensor(gradient.values, process_set=process_set, name=f"{name}.values")
         indices = gather_tensor(gradient.indices, process_set=process_set, name=f"{name}.indices")

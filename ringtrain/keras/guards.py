@@ -34,7 +34,7 @@ from ringtrain.keras.collective import (
 )
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
-from ringtrain.keras.exchanged_tensors import reduced_shapes
+from ringtrain.keras.exchanged_tensors import Reduced
 from ringtrain.keras.writers import Writers, refuse_restores, shared_targets
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime import activity
@@ -55,7 +55,7 @@ def check_distributed(optimizer: Any, gradients: Sequence[Any]) -> None:
     if not hvd.is_initialized() or hvd.size() == 1:
         return
     shapes = {tuple(gradient.shape) for gradient in gradients if gradient is not None}
-    if shapes <= reduced_shapes:
+    if shapes <= Reduced.shapes:
         return
     raise UsageError(
         f"the optimizer {optimizer.name!r} ({type(optimizer).__name__}) is not distributed: each of the {hvd.size()} "

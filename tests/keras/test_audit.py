@@ -66,6 +66,8 @@ class ByRank(keras.Model):
         if self.way == "part":  # the first kernel is left out
             [own] = tape.gradient(loss, variables[:1])
             gradients = [own, *hvd.DistributedGradientTape(tape).gradient(loss, variables[1:])]
+        elif self.way == "operation":
+            gradients = hvd.grouped_allreduce(tape.gradient(loss, variables))
         elif self.way == "clips":
             gradients = [tf.clip_by_norm(g, 0.01) for g in tape.gradient(loss, variables)]
         elif self.way == "clips all":
@@ -212,6 +214,10 @@ WRONG: dict[str, tuple[str, Script]] = {
         "summed",
         Script(optimizer=distribute(backward_passes_per_step=2, op=hvd.Sum)),
     ),
+    "uneven batches, reduced by an operation": (
+        "uneven batches",
+        Script(samples=fewer_on_rank_1, optimizer=plain_sgd, model=by_rank("operation")),
+    ),
     "gradients clipped by their norm": (
         "clipped before the reduction",
         Script(model=by_rank("clips")),
@@ -263,6 +269,9 @@ RIGHT: dict[str, Script] = {
     "uneven batches, weighted": Script(samples=fewer_on_rank_1, loss=weighted_by_counts),
     "uneven batches, weighted by ringtrain's operations": Script(samples=fewer_on_rank_1, loss=weighted_by_our_counts),
     "a loss across samples of all ranks": Script(loss=across_ranks),
+    "gradients reduced by an operation": Script(
+        optimizer=plain_sgd, model=by_rank("operation"), layers=lambda: [Words()]
+    ),
     "a loss clipped by sample": Script(loss=clipped_samples),
     "reduced gradients that are clipped": Script(optimizer=plain_sgd, model=by_rank("clips reduced")),
     "loss scale": Script(

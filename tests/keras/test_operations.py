@@ -13,7 +13,7 @@ import ringtrain.keras as hvd
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.errors import UsageError
-from ringtrain.keras import exchanged_tensors
+from ringtrain.keras.exchanged_tensors import Reduced
 from tests.keras.training import largest_difference, make_batches, make_model, split_batches, train
 from tests.world.group import Launch, on_ranks
 
@@ -224,7 +224,7 @@ class OwnReduction(keras.Sequential):
 def test_a_step_may_reduce_its_gradients_by_an_operation(collective: Collective) -> None:
     """With the optimizer of Keras; a reduction of the loss alone is not enough."""
     hvd.init()
-    exchanged_tensors.reduced_shapes.clear()
+    Reduced.shapes.clear()
     GradientReduction.calls = 0
     batches = split_batches(make_batches(4))
     model = OwnReduction(make_model().layers)
@@ -236,4 +236,4 @@ def test_a_step_may_reduce_its_gradients_by_an_operation(collective: Collective)
     right = make_model()
     train("fit", right, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), batches)
     assert largest_difference(model, right) < 1e-5
-    exchanged_tensors.reduced_shapes.clear()
+    Reduced.shapes.clear()

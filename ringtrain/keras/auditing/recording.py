@@ -19,6 +19,7 @@ from ringtrain.collectives.context import alone
 from ringtrain.collectives.gradients import merge_repeated_rows
 from ringtrain.keras.distributed import OUTER, Distributed, wrap_method
 from ringtrain.keras.exchange import Exchange, variable_key
+from ringtrain.keras.exchanged_tensors import Reduced
 from ringtrain.keras.guards import read_rate
 
 Plain = Callable[..., Any]  # a replaced method
@@ -58,6 +59,7 @@ class Recording:
     raw: dict[Hashable, Any] = field(default_factory=dict)  # this rank's gradients, as tapes computed them
     applied: dict[Hashable, Any] = field(default_factory=dict)  # gradients that an optimizer got
     exchanges: list[Exchange] = field(default_factory=list)
+    reduces: bool = False  # by an operation of ringtrain.keras, such as ``allreduce``
     has_own_layers: bool = False  # PartialDistributedOptimizer
     not_distributed: list[str] = field(default_factory=list)  # optimizers
     optimizers: list[Any] = field(default_factory=list)
@@ -136,6 +138,9 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
         record.rates.append(read_rate(optimizer) if tf.executing_eagerly() else None)
         record.updates[id(optimizer)] += 1
         record.variables |= dict(zip(keys, given, strict=True))
+        if Reduced.num_calls > num_reductions:
+            # The script may have reduced what its tape computed.
+            record.local = {key: record.raw[key] for key in keys if key in record.raw} | record.local
         record.applied |= {key: gradient for key, gradient in zip(keys, grads, strict=True) if gradient is not None}
         if not (isinstance(optimizer, Distributed) or any(key in record.local for key in keys)):
             record.not_distributed.append(f"{optimizer.name} ({type(optimizer).__name__})")
@@ -160,6 +165,7 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
         record.written[variable.ref()] = variable
         return plain(variable, *args, **kwargs)
 
+    num_reductions = Reduced.num_calls
     with contextlib.ExitStack() as stack:
         patches: list[tuple[Any, str, Plain]] = [
             (Exchange, "reduce", reduce),
@@ -177,6 +183,7 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
             stack.enter_context(mock.patch.multiple(hvd, **COLLECTIVES_OF_ONE, **NUMBERS_OF_ONE))
             stack.enter_context(mock.patch.multiple(ours, **NUMBERS_OF_ONE))
         yield
+        record.reduces |= Reduced.num_calls > num_reductions
 
 
 @functools.cache

@@ -77,7 +77,9 @@ class Auditor:
     def call(self, owner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a step of the script, of a function or model. Collective if its first calls reduced gradients."""
         watched = self._watched.setdefault(id(owner), Watched(owner))
-        if self._is_in_step or self.is_done or (watched.known and not watched.known.exchanges):
+        known = watched.known
+        is_local = known is not None and not (known.exchanges or known.reduces)
+        if self._is_in_step or self.is_done or is_local:
             return step(*args, **kwargs)
         self._is_in_step = True
         is_graph = watched.trace is not None and not tf.config.functions_run_eagerly()

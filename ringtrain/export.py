@@ -8,16 +8,19 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import keras
 
+from ringtrain.collectives.normalization import SyncBatchNormalization
 from ringtrain.config import Config
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.run.checkpoint import Checkpoint, read_checkpoint
 from ringtrain.run.directory import refuse_taken
 from ringtrain.run.variables import name_variables, named_weights
+from ringtrain.runtime.private import all_layers
 from ringtrain.training.creation import create_model, set_up_keras
 from ringtrain.training.job import read_sources
 from ringtrain.workloads.base import Workload
@@ -37,7 +40,10 @@ def export(workload: Workload, config: Config, checkpoint_path: Path, output: Pa
     Atomic; never overwrites. Returns lines for the user: contents, and how to load them.
     """
     checkpoint = read_checkpoint(checkpoint_path)
-    model = rebuild_model(workload, config, checkpoint)
+    model = rebuild_model(workload, in_float32(config), checkpoint)
+    use_float32(model)
+    with explaining_keras(form):
+        use_plain_normalization(model)
     with explaining_keras(form):
         parts = find_parts(keras.saving.serialize_keras_object(model)) if form == "keras" else Parts([], [], False)
     if parts.has_code:
@@ -51,6 +57,38 @@ def export(workload: Workload, config: Config, checkpoint_path: Path, output: Pa
         + (", moving averages of the weights" if config.optimizer.ema else ""),
         *describe_loading(output, form, parts),
     ]
+
+
+def in_float32(config: Config) -> Config:
+    """Return the settings without mixed precision, whose weights are float32 already."""
+    if config.precision in ("mixed_float16", "mixed_bfloat16"):
+        return replace(config, precision="float32")
+    return config
+
+
+def use_float32(model: keras.Model) -> None:
+    """Make layers compute in float32 that have a mixed precision of their own."""
+    for layer in all_layers(model):
+        if layer.dtype_policy.name in ("mixed_float16", "mixed_bfloat16"):
+            layer.dtype_policy = "float32"
+
+
+def use_plain_normalization(model: keras.Model) -> None:
+    """Make each ``SyncBatchNormalization`` that Keras would write a ``BatchNormalization``.
+
+    In inference they are equal. Those that code of another layer creates are left: Keras does not
+    write them, and the code creates them again.
+    """
+    written = keras.saving.serialize_keras_object(model)
+    names = {
+        item["config"]["name"]
+        for item in _named_objects(written)
+        if item["class_name"] == SyncBatchNormalization.__name__
+    }
+    for layer in all_layers(model):
+        if type(layer) is SyncBatchNormalization and layer.name in names:
+            # It adds no state of its own, so that the object may change its class.
+            object.__setattr__(layer, "__class__", keras.layers.BatchNormalization)
 
 
 def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) -> keras.Model:

@@ -32,6 +32,11 @@ def alone() -> Iterator[None]:
         yield
 
 
+def is_alone() -> bool:
+    """True in a block of ``alone``, or if this run has one process."""
+    return _joined is not None and _joined.world.size == 1
+
+
 def current_collective(what: str) -> Collective | None:
     """Return the collective of this run, or Horovod's in a script; None for one process.
 

@@ -170,6 +170,13 @@ def gradient_spec(gradient: tf.Tensor | tf.IndexedSlices) -> GradientSpec:
     return GradientSpec((gradient.shape.num_elements() or 0) * gradient.dtype.size, gradient.dtype.name, False)
 
 
+def merge_repeated_rows(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    """Add the rows of a sparse gradient that have the same index; a dense gradient is unchanged."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return merge_rows(gradient)
+    return gradient
+
+
 def merge_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     indices, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))

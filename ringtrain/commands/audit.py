@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ringtrain.runtime.world import World
 from ringtrain.verify.world_sizes import run_processes
 
 VERDICT, PAGE = "verdict.json", "index.html"
+RUNS = ".runs"  # of callbacks.Run, while the script is audited
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,11 @@ def audit_script(arguments: Sequence[str], world: World) -> int:
             f"{error.filename}: {error.strerror}. Give --script a Python file, and --out a directory."
         ) from error
     words = ["--script", options.script, "--steps", options.steps, "--max_mebibytes", options.max_mebibytes]
-    code, _ = run_processes(
-        options.np, ["_audit", *map(str, words), "--out", str(out), "--", *rest], timeout=None, shows_output=True
-    )
+    command = ["_audit", *map(str, words), "--out", str(out), "--", *rest]
+    try:
+        code, _ = run_processes(options.np, command, timeout=None, shows_output=True)
+    finally:
+        shutil.rmtree(out / RUNS, ignore_errors=True)
     if not (out / VERDICT).exists():
         raise EXIT_CODES.get(code, RingtrainError)(f"the script failed with exit code {code}; see above.")
     found = json.loads((out / VERDICT).read_text(encoding="utf-8"))
@@ -80,18 +84,23 @@ def audit_script(arguments: Sequence[str], world: World) -> int:
 
 def main(arguments: Sequence[str], world: World) -> int:
     options, rest = read(arguments, world)
+    from ringtrain.keras.auditing.runs import AuditEnd, redirecting_runs
     from ringtrain.keras.auditing.session import Auditor, watching
 
+    def end_script() -> None:
+        raise AuditEnd
+
     auditor = Auditor(options.steps, options.max_mebibytes)
-    auditor.then = sys.exit
+    auditor.then = end_script
     sys.argv = [str(options.script), *rest]
     sys.path.insert(0, str(options.script.resolve().parent))
-    with watching(auditor):
+    with redirecting_runs(options.out / RUNS) as runs, watching(auditor):
         try:
             runpy.run_path(str(options.script), run_name="__main__")
         except SystemExit as end:
             if end.code:
                 raise
+    auditor.notes = runs.notes
     import horovod.tensorflow as hvd
 
     if not (hvd.is_initialized() or auditor.results):

@@ -18,11 +18,12 @@ from horovod.tensorflow import (
     Adasum,
     Average,
     Compression,
+    Max,
+    Min,
     ProcessSet,
+    Product,
     Sum,
     add_process_set,
-    allgather_object,
-    broadcast_object,
     ccl_built,
     cross_rank,
     cross_size,
@@ -31,27 +32,47 @@ from horovod.tensorflow import (
     global_process_set,
     gloo_built,
     gloo_enabled,
+    is_homogeneous,
     is_initialized,
+    join,
     local_rank,
+    local_rank_op,
     local_size,
+    local_size_op,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    process_set_included_op,
     rank,
+    rank_op,
     remove_process_set,
     rocm_built,
     shutdown,
     size,
+    size_op,
     start_timeline,
     stop_timeline,
 )
-from horovod.tensorflow.keras import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
+from horovod.tensorflow.keras import broadcast_global_variables
 
 from ringtrain.collectives.normalization import SyncBatchNormalization
 from ringtrain.keras import callbacks, elastic
 from ringtrain.keras.auditing.session import audit
 from ringtrain.keras.collective import broadcast_variables
+from ringtrain.keras.operations import (
+    allgather,
+    allgather_object,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
 from ringtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from ringtrain.keras.start import init
 from ringtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -62,17 +83,22 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "Max",
+    "Min",
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "ProcessSet",
+    "Product",
     "Sum",
     "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "audit",
     "broadcast",
+    "broadcast_",
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_variables",
@@ -86,21 +112,31 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "load_model",
     "local_rank",
+    "local_rank_op",
     "local_size",
+    "local_size_op",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "process_set_included_op",
     "rank",
+    "rank_op",
     "reducescatter",
     "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "size_op",
     "start_timeline",
     "stop_timeline",
 ]
@@ -109,6 +145,7 @@ PAGE = "docs/coming-from-horovod.md"
 NOT_HERE = {
     "DistributedAdasumOptimizer": "give DistributedOptimizer op=ringtrain.keras.Adasum",
     "BroadcastGlobalVariablesHook": "it is TensorFlow 1's; use callbacks.BroadcastGlobalVariablesCallback",
+    "broadcast_object_fn": "it needs a session of TensorFlow 1; use broadcast_object",
     "broadcast_parameters": "it is PyTorch's; use broadcast_variables",
     "broadcast_optimizer_state": "it is PyTorch's; use broadcast_variables(optimizer.variables, root_rank=0)",
 }
@@ -117,7 +154,7 @@ NOT_HERE = {
 def __getattr__(name: str) -> Any:
     why = NOT_HERE.get(name)
     if why is None and not name.startswith("_") and hasattr(horovod.tensorflow, name):
-        why = f"take it from horovod.tensorflow, imported in addition to this module, after {__name__}.init()"
+        why = f"it is internal to Horovod; import horovod.tensorflow to use it, after {__name__}.init()"
     if why is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Python replaces an AttributeError if the name is in an import statement.

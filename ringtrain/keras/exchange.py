@@ -12,7 +12,13 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives.differentiable import prevent_constant_folding, unique_name
-from ringtrain.collectives.gradients import Compression, GradientReduction, gradient_spec, scaled
+from ringtrain.collectives.gradients import (
+    Compression,
+    GradientReduction,
+    gradient_spec,
+    merge_repeated_rows,
+    scaled,
+)
 from ringtrain.errors import UsageError
 from ringtrain.keras.collective import ProcessSetCollective, all_ranks, is_elastic, log, require_init
 from ringtrain.keras.step_sums import Gradients, StepSums, Sum, Votes, outermost_graph, zeros_like_gradient
@@ -132,17 +138,25 @@ class Exchange:
         self._last = gradients
 
     def _reduce_now(self, gradients: Gradients, variables: Sequence[Any]) -> Gradients:
+        """Return the gradients over all ranks; sparse ones have each row once, on one rank too.
+
+        Optimizers that square a gradient, and clipping, would give other values for repeated rows.
+        """
         settings = self.settings
         # Elastic: the number of ranks when the step runs, not when it is traced.
         size = settings.process_set.size()
         if is_elastic():
             size = tf.cast(hvd.size_op(settings.process_set.process_set_id), tf.float64)
+        is_reduced = (is_elastic() or size > 1) and settings.process_set.included()
         shared = [index for index, variable in enumerate(variables) if not self.is_local(variable)]
+        local = sorted(set(range(len(variables))) - set(shared))
         reduced = list(gradients)
+        for index in local if is_reduced else range(len(variables)):
+            reduced[index] = merge_repeated_rows(gradients[index])
         if settings.scale_local_gradients:
-            for index in set(range(len(variables))) - set(shared):
-                reduced[index] = scaled(gradients[index], 1 / size)
-        if shared and (is_elastic() or size > 1) and settings.process_set.included():
+            for index in local:
+                reduced[index] = scaled(reduced[index], 1 / size)
+        if shared and is_reduced:
             require_gradients_that_add([variables[index] for index in shared])
             part = settings.gradient_predivide_factor
             before, after = (1 / part, part / size) if settings.op == hvd.Average else (1.0, 1.0)

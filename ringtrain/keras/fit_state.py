@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -43,7 +43,7 @@ def build_other_optimizers(model: keras.Model, batch_spec: Any) -> None:
         return
     reductions_before = GradientReduction.calls
     try:
-        trace_train_step(model, batch_spec)
+        trace_train_step(model.train_step, batch_spec)
     except UsageError:
         raise
     except Exception as error:  # in user-defined code
@@ -59,16 +59,16 @@ def build_other_optimizers(model: keras.Model, batch_spec: Any) -> None:
         GradientReduction.calls = reductions_before
 
 
-def trace_train_step(model: keras.Model, batch_spec: Any) -> Any:
+def trace_train_step(train_step: Callable[[Any], Any], batch_spec: Any) -> Any:
     """Trace one step of a model as a graph, without a computation. Return TensorFlow's concrete function.
 
     Args:
-        model: compiled.
-        batch_spec: ``tf.TensorSpec`` of a batch, in the structure that ``train_step`` gets.
+        train_step: of a compiled model.
+        batch_spec: tensors or ``tf.TensorSpec`` of a batch, in the structure that ``train_step`` gets.
     """
 
     def step(batch: Any) -> Any:
-        return model.train_step(tf.nest.map_structure(_without_optional, batch))
+        return train_step(tf.nest.map_structure(_without_optional, batch))
 
     return tf.function(step, autograph=False).get_concrete_function(batch_spec)
 

@@ -34,7 +34,9 @@ from ringtrain.keras.collective import (
 )
 from ringtrain.keras.distributed import Distributed, find_distributed, is_applying
 from ringtrain.keras.exchange import Exchange
+from ringtrain.keras.exchanged_tensors import Reduced
 from ringtrain.keras.fit_state import trace_train_step
+from ringtrain.keras.writers import Writers, refuse_restores, shared_targets
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.run.held_variables import COMPILED_OPTIMIZER, find_optimizers
 from ringtrain.runtime import activity
@@ -42,16 +44,20 @@ from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.devices import own_gpu
 
 
-def check_distributed(optimizer: Any) -> None:
+def check_distributed(optimizer: Any, gradients: Sequence[Any]) -> None:
     """Refuse an optimizer that updates only this rank's model. Called while its first step is traced.
 
-    It raises if this process, or for weights of an earlier distributed ``fit``, this ``fit``, has reduced no gradients.
+    It raises if this process, or for weights of an earlier distributed ``fit``, this ``fit``, has reduced no gradients,
+    nor tensors of their shapes by ``hvd.allreduce``.
     """
     # Gradients may be reduced already, or the model be this rank's own.
     may_apply_alone = GradientReduction.calls > TrainingGuard.earlier_reductions
     if isinstance(optimizer, Distributed) or is_applying.get() or may_apply_alone:
         return
     if not hvd.is_initialized() or hvd.size() == 1:
+        return
+    shapes = {tuple(gradient.shape) for gradient in gradients if gradient is not None}
+    if shapes <= Reduced.shapes:
         return
     raise UsageError(
         f"the optimizer {optimizer.name!r} ({type(optimizer).__name__}) is not distributed: each of the {hvd.size()} "
@@ -73,9 +79,11 @@ class TrainingGuard(keras.callbacks.Callback):
     trained_together: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
     trained_by_tape: ClassVar[weakref.WeakSet[keras.Model]] = weakref.WeakSet()
 
-    def __init__(self, *, has_audit: bool = False) -> None:
+    def __init__(self, *, has_audit: bool = False, callbacks: Sequence[keras.callbacks.Callback] = ()) -> None:
+        """``callbacks``: the others of this fit."""
         super().__init__()
         self._has_audit = has_audit
+        self._writers = Writers(callbacks)
         self._collective: ProcessSetCollective | None = None  # None: this fit is not distributed
         self._exchange: Exchange | None = None
         self._num_batches = self._num_epochs = self._reductions_before = 0
@@ -91,8 +99,12 @@ class TrainingGuard(keras.callbacks.Callback):
         if self._exchange is not None:
             self.trained_together.update(weights)
         self._collective = self._connect()
+        if self._exchange is None and type(self.model).train_step is not keras.Model.train_step:
+            # Its tape may reduce, so that all ranks train one model; only a step shows it.
+            refuse_restores([self._writers.restores()], [hvd.rank()])
         if self._collective is not None:
             self._require_same_plan(self._collective)
+            self._share_files(self._collective)
             require_working_sums(self._collective, own_gpu())
         if self._exchange is not None:
             may_sum_natively = self._collective is not None and self._may_sum_natively(self._collective)
@@ -100,6 +112,17 @@ class TrainingGuard(keras.callbacks.Callback):
             if is_traced_otherwise and self.model.train_function is not None:
                 self.model.make_train_function(force=True)
         self._num_epochs = 0
+
+    def _share_files(self, collective: ProcessSetCollective) -> None:
+        """Refuse callbacks that restore ranks separately; let one rank write a file. Collective."""
+        mine = [self._writers.restores(), self._writers.targets()]
+        restores, targets = zip(*all_gather_object(collective, mine, name="guard_files"), strict=True)
+        refuse_restores(restores, collective.ranks)
+        position = list(collective.ranks).index(hvd.rank())
+        self._writers.leave_to_first(targets, position)
+        if position == 0:
+            for target in shared_targets(targets):
+                say_once(f"{target} is written by one rank only, though several ranks have the callback")
 
     def _may_sum_natively(self, collective: ProcessSetCollective) -> bool:
         """Decide on native sums, and connect the ranks for the first. Collective."""
@@ -119,11 +142,10 @@ class TrainingGuard(keras.callbacks.Callback):
         TrainingGuard.earlier_reductions = 0
         if self._exchange is not None:
             self._exchange.end_fit()
-        self._require_same_way_on(is_end=True)
+        self._require_same_way_on(None)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._num_epochs:
-            self._require_same_way_on(is_end=False)
+        self._require_same_way_on(epoch)
         self._num_epochs += 1
         self._num_batches, TrainingGuard.batches_before = TrainingGuard.batches_before, 0
 
@@ -165,7 +187,7 @@ class TrainingGuard(keras.callbacks.Callback):
         batch_spec = first_batches().batch_spec
         is_unknown = self._num_batches == 0 and not self._exchange.knows_sums
         if is_unknown and batch_spec is not None and not self.model.run_eagerly:
-            self._traced_step = trace_train_step(self.model, batch_spec)
+            self._traced_step = trace_train_step(self.model.train_step, batch_spec)
 
     def _connect(self) -> ProcessSetCollective | None:
         if self._exchange is None:
@@ -176,17 +198,21 @@ class TrainingGuard(keras.callbacks.Callback):
             return None
         return ProcessSetCollective(process_set=process_set)
 
-    def _require_same_way_on(self, *, is_end: bool) -> None:
-        """Check that all ranks continue, or all stop. Collective, between epochs and at the end."""
+    def _require_same_way_on(self, epoch: int | None) -> None:
+        """Check that all ranks begin the same epoch, or all end (None). Collective."""
         if self._collective is None:
             return
-        are_at_end = all_gather_object(self._collective, is_end, name="guard_way_on")
-        if any(are_at_end) and not all(are_at_end):
-            ended = [rank for rank, ends in zip(self._collective.ranks, are_at_end, strict=True) if ends]
+        ranks = self._collective.ranks
+        epochs = all_gather_object(self._collective, epoch, name="guard_way_on")
+        ended = [rank for rank, begun in zip(ranks, epochs, strict=True) if begun is None]
+        if ended and len(ended) < len(ranks):
             raise UsageError(
                 f"{name_ranks(ended)} stopped after {self._num_epochs} epochs of fit(), and the others continue: they "
-                f"would wait for ever. {STOP_REMEDY}"
+                f"would wait for ever. {STOP_REMEDY if self._num_epochs else EPOCH_REMEDY}"
             )
+        if not ended:
+            numbers = [begun + 1 for begun in epochs]
+            _require_equal(numbers, ranks, "first epochs" if not self._num_epochs else "epochs", EPOCH_REMEDY)
 
     def _require_same_plan(self, collective: ProcessSetCollective) -> None:
         layers = describe_layers(self.model, lambda layer: any(map(self._is_local, layer.trainable_variables)))
@@ -250,6 +276,10 @@ BATCHES_REMEDY = (
 )
 
 
+EPOCH_REMEDY = (
+    "Pass the same initial_epoch to fit() on every rank, from a value that all ranks share (hvd.broadcast_object). "
+    "callbacks.Run resumes all ranks together."
+)
 RATE_REMEDY = (
     "A callback that changes the learning rate, such as ReduceLROnPlateau, has to do so on all ranks: pass it to fit() "
     "on every rank, and if it goes by metrics, with hvd.callbacks.MetricAverageCallback() before it."

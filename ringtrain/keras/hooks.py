@@ -42,6 +42,7 @@ from ringtrain.keras.distributed import (
 from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallback
 from ringtrain.keras.guards import TrainingGuard, check_distributed, first_batches
 from ringtrain.keras.run import Run
+from ringtrain.keras.writers import refuse_with_run, restoring_silenced
 from ringtrain.step.compiled import CompiledFunction
 from ringtrain.step.local_gradients import with_known_rows
 
@@ -62,6 +63,7 @@ def install() -> None:
 
 
 def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    grads = list(grads)
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     inner = optimizer.inner_optimizer if is_scaled else optimizer
     if is_scaled and isinstance(inner, Distributed):
@@ -71,7 +73,7 @@ def _apply(plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = No
             inner.build(list(trainable_variables))
         check_parts(inner)
     if not is_scaled:
-        check_distributed(optimizer)
+        check_distributed(optimizer, grads)
     return plain(optimizer, grads, trainable_variables)
 
 
@@ -94,13 +96,16 @@ def _make_train_function(plain: Any, model: Any, force: bool = False) -> Any:
 def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
     plain(callback_list, callbacks, *args, **kwargs)
     listed = callback_list.callbacks
+    if any(isinstance(callback, Run) for callback in listed):
+        refuse_with_run(listed)
     for last in [callback for kind in (CommitStateCallback, Run) for callback in listed if isinstance(callback, kind)]:
         listed.remove(last)
         if isinstance(last, Run):
             listed.insert(0, last.before_others(listed))
         listed.append(last)
     if _has_ranks():
-        guard = TrainingGuard(has_audit=any(isinstance(callback, Audit) for callback in listed))
+        has_audit = any(isinstance(callback, Audit) for callback in listed)
+        guard = TrainingGuard(has_audit=has_audit, callbacks=listed)
         guard.set_model(callback_list.model)
         guard.set_params(callback_list.params)
         callback_list._async_train = callback_list._async_test = False  # else batches may be counted out of order
@@ -118,6 +123,7 @@ def _fit(plain: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     first_batches().begin()
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(restoring_silenced())
             for run in runs[:1] if model.compiled else ():  # else Keras reports what is missing
                 around = run.around(model, epochs=epochs, initial_epoch=initial_epoch, is_alone=len(runs) == 1)
                 stack.enter_context(around)

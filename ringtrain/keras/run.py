@@ -17,6 +17,7 @@ from ringtrain.collectives import all_gather_object
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.errors import DivergedError, PreemptedError, ReplicasDifferError, RingtrainError, UsageError
 from ringtrain.guard.causes import explaining_lost_ranks
+from ringtrain.keras.auditing.runs import AuditEnd, audited_runs
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
 from ringtrain.keras.fit_session import FitSession
 from ringtrain.keras.rank_state import COUNTED
@@ -112,6 +113,8 @@ class Run(keras.callbacks.Callback):
             with StopRequests() as requests:
                 requests.at_early_end(lambda reason, code: report_error(early_end(reason, code), collective.world))
                 config = dataclasses.replace(self._config, epochs=epochs, **optimizer_settings(model))
+                if (audit := audited_runs()) is not None:
+                    config = audit.redirect(config, is_rank0=collective.world.is_rank0)
                 with self._keeping(model, config, collective, requests):
                     yield
         except RingtrainError as error:
@@ -140,6 +143,8 @@ class Run(keras.callbacks.Callback):
                         fit.close()
                 if not (start := session.start).is_complete:
                     session.console.line(f"done: the run is in {start.name}, its curves in {start.name}/{REPORT_FILE}")
+            except AuditEnd:  # of all ranks, after the same step
+                raise
             except BaseException as error:
                 if world.size > 1 or isinstance(error, RingtrainError):
                     # any other error may be of the script on one rank

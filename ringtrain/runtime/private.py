@@ -67,3 +67,11 @@ def build_symbolically(model: Any, batch_spec: Any) -> None:
         batch_spec: ``tf.TensorSpec`` of (x,), (x, y) or (x, y, sample_weight).
     """
     model._symbolic_build(data_batch=batch_spec)
+
+
+def all_layers(model: Any) -> list[Any]:
+    """Return the model and all layers inside it, at any depth.
+
+    Uses ``Layer._flatten_layers``: the public ``layers`` lists the first level only, and no layer inside a layer.
+    """
+    return list(model._flatten_layers())

@@ -50,8 +50,8 @@ OTHER_SAMPLES = (
 )
 UNSEEDED_DRAWS = (
     "likely cause: the model or the loss draws random numbers without a seed generator of Keras. Tested: the same "
-    "batch has other gradients in every call. Draw them by keras.random with a keras.random.SeedGenerator, which the layer "
-    "has as an attribute: then verify makes them equal."
+    "batch has other gradients in every call. Draw them by keras.random with a keras.random.SeedGenerator, which the "
+    "layer has as an attribute: then verify makes them equal."
 )
 CAUSES = {"random draws": UNSEEDED_DRAWS, "other samples": OTHER_SAMPLES}  # by a record's ``batch_defect``
 PARTS = ("-perturbed", "-beginning")  # suffixes of partial records

@@ -97,7 +97,7 @@ def _equal_draws(name: str) -> Iterator[list[str]]:
 
 
 def _shape_of_a_row(shape: Any) -> Sequence[int]:
-    """Set the dimensions to 1 that depend on the size of the batch: the first one, and all that a trace does not know."""
+    """Set the dimensions to 1 that depend on the size of the batch: the first, and those unknown in a trace."""
     known_sizes = tf.get_static_value(tf.convert_to_tensor(shape, tf.int32), partial=True)
     row_shape = []
     for number, known_size in enumerate(known_sizes):

@@ -66,8 +66,16 @@ class ByRank(keras.Model):
         if self.way == "part":  # the first kernel is left out
             [own] = tape.gradient(loss, variables[:1])
             gradients = [own, *hvd.DistributedGradientTape(tape).gradient(loss, variables[1:])]
+        elif self.way == "operation":
+            gradients = hvd.grouped_allreduce(tape.gradient(loss, variables))
+        elif self.way == "clips":
+            gradients = [tf.clip_by_norm(g, 0.01) for g in tape.gradient(loss, variables)]
+        elif self.way == "clips all":
+            gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.01)
         else:
             gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        if self.way == "clips reduced":
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.01)
         if self.way == "after":
             gradients = [g * (1.0 + hvd.rank()) for g in gradients]
         if self.way == "twice":
@@ -107,6 +115,18 @@ class Sampling(keras.layers.Layer):
         return x + keras.random.normal(keras.ops.shape(x), seed=self.seed_generator)
 
 
+class Words(keras.layers.Layer):
+    """Adds the mean of embeddings, of which a batch uses each several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = keras.layers.Embedding(8, 16)
+
+    def call(self, x: Any) -> Any:
+        ids = tf.cast(tf.abs(x) * 8, tf.int32) % 8
+        return x + tf.reduce_mean(self.embedding(ids), axis=1)
+
+
 class Attention(keras.layers.Layer):
     """The gradient of the keys' bias is rounding alone."""
 
@@ -124,12 +144,38 @@ def weighted_by_counts(y: Any, z: Any) -> Any:
     return CROSS_ENTROPY(y, z) * count * hvd.size() / total
 
 
+def weighted_by_our_counts(y: Any, z: Any) -> Any:
+    """As ``weighted_by_counts``, by ringtrain's operations."""
+    count = tf.cast(tf.shape(z)[0], tf.float32)
+    [total] = hvd.grouped_allreduce([count], op=hvd.Sum)
+    means = hvd.allgather(count[tf.newaxis])
+    return CROSS_ENTROPY(y, z) * count * hvd.size() / (total + 0 * tf.reduce_sum(means))
+
+
+def eager_alone(y: Any, z: Any) -> Any:
+    """Is right, and needs values."""
+    loss = CROSS_ENTROPY(y, z)
+    return loss if float(loss) > 0 else 2 * loss
+
+
 def across_ranks(y: Any, z: Any) -> Any:
     return CROSS_ENTROPY(y, z) + 0.1 * tf.math.reduce_variance(ringtrain.all_gather(z))
 
 
 def distribute(**arguments: Any) -> Callable[[], Any]:
     return lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **arguments)
+
+
+def clipped_mean(y: Any, z: Any) -> Any:
+    """Clip the mean over the samples; that of rank 0 alone is larger."""
+    loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, z, from_logits=True))
+    return tf.clip_by_value(loss, 0.0, 1.65)
+
+
+def clipped_samples(y: Any, z: Any) -> Any:
+    """Clip the loss of each sample."""
+    losses = keras.losses.sparse_categorical_crossentropy(y, z, from_logits=True)
+    return tf.clip_by_value(losses, 0.0, 1.4)
 
 
 def plain_sgd() -> Any:
@@ -168,6 +214,20 @@ WRONG: dict[str, tuple[str, Script]] = {
         "summed",
         Script(optimizer=distribute(backward_passes_per_step=2, op=hvd.Sum)),
     ),
+    "uneven batches, reduced by an operation": (
+        "uneven batches",
+        Script(samples=fewer_on_rank_1, optimizer=plain_sgd, model=by_rank("operation")),
+    ),
+    "gradients clipped by their norm": (
+        "clipped before the reduction",
+        Script(model=by_rank("clips")),
+    ),
+    "gradients clipped by their global norm": (
+        "clipped before the reduction",
+        Script(model=by_rank("clips all")),
+    ),
+    "a clipped loss": ("clipped before the reduction", Script(loss=clipped_mean)),
+    "a step that needs values": ("fails in a graph", Script(loss=eager_alone)),
     "a contrastive loss": (
         "loss across samples",
         Script(loss=lambda y, z: CROSS_ENTROPY(y, z) + 0.1 * tf.math.reduce_variance(z)),
@@ -202,8 +262,18 @@ RIGHT: dict[str, Script] = {
         optimizer=lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.1)), weights=True
     ),
     "updates that rounding decides": Script(layers=lambda: [keras.layers.Reshape((4, 4)), Attention()]),
+    "repeated rows of an embedding": Script(layers=lambda: [Words()]),
+    "repeated rows, clipped, by a tape": Script(
+        layers=lambda: [Words()], optimizer=lambda: keras.optimizers.Adagrad(0.1, clipnorm=0.01), model=Once
+    ),
     "uneven batches, weighted": Script(samples=fewer_on_rank_1, loss=weighted_by_counts),
+    "uneven batches, weighted by ringtrain's operations": Script(samples=fewer_on_rank_1, loss=weighted_by_our_counts),
     "a loss across samples of all ranks": Script(loss=across_ranks),
+    "gradients reduced by an operation": Script(
+        optimizer=plain_sgd, model=by_rank("operation"), layers=lambda: [Words()]
+    ),
+    "a loss clipped by sample": Script(loss=clipped_samples),
+    "reduced gradients that are clipped": Script(optimizer=plain_sgd, model=by_rank("clips reduced")),
     "loss scale": Script(
         optimizer=lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     ),
@@ -312,6 +382,36 @@ def test_a_loop_of_a_script_is_audited(collective: Collective, op: str) -> None:
 
 
 @on_ranks(2)
+def test_a_loop_that_runs_eagerly_only_is_named(collective: Collective) -> None:
+    """Its graph has no values; the first call of the function would fail without the audit."""
+    hvd.init()
+    layer, optimizer = keras.layers.Dense(CLASSES), keras.optimizers.SGD(0.1)
+    layer.build((None, FEATURES))
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(layer(x)))
+        variables = [v.value for v in layer.trainable_variables]
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+        hvd.broadcast_object(0)
+        return loss
+
+    x = tf.constant(np.random.default_rng(hvd.rank()).normal(size=(SAMPLES, FEATURES)), tf.float32)
+    hvd.broadcast_variables(layer.variables, root_rank=0)
+
+    def loop() -> None:
+        for _ in range(2):
+            step(x)
+
+    with pytest.raises(ReplicasDifferError, match="fails in a graph"), hvd.audit(steps=1):
+        loop()
+    with pytest.raises(UsageError, match="sends Python objects"):
+        step(x)
+
+
+@on_ranks(2)
 def test_fit_within_the_block_is_audited(collective: Collective) -> None:
     hvd.init()
     with hvd.audit(steps=1):
@@ -329,10 +429,10 @@ def test_a_rank_that_leaves_the_loop_ends_the_audit(collective: Collective) -> N
     optimizer = keras.optimizers.SGD(0.1)
 
     @tf.function
-    def step(x: tf.Tensor) -> None:
+    def step(x: tf.Tensor, is_left: bool) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(layer(x) - 1.0))
-        if not auditor.why_not:  # else it would wait for rank 1
+        if not (is_left or auditor.why_not):  # else it would wait for rank 1
             tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, [v.value for v in layer.trainable_variables])
         optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
@@ -340,7 +440,7 @@ def test_a_rank_that_leaves_the_loop_ends_the_audit(collective: Collective) -> N
     auditor = Auditor(4, 1)
     with watching(auditor):
         for number in range(2 if hvd.rank() == 1 else 4):
-            step(tf.constant(random.normal(size=(SAMPLES, FEATURES)), tf.float32))
+            step(tf.constant(random.normal(size=(SAMPLES, FEATURES)), tf.float32), bool(auditor.why_not))
             if number == 0:
                 hvd.broadcast_variables([*layer.variables, *optimizer.variables], root_rank=0)
     assert (len(auditor.results), auditor.passes) == (1, True)
@@ -540,6 +640,47 @@ def test_the_command_audits_a_loop_that_a_rank_leaves(tmp_path: Path) -> None:
     assert (run.rc, run.left_behind) == (0, False), run.stderr
     assert "ended before 5 steps: the script stopped training on rank 1" in run.stdout
     assert json.loads((out / "verdict.json").read_text())["steps"] == 2
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples/fit_kept.py"
+
+
+def verify_kept(directory: Path) -> Any:
+    """Audit the script ``fit_kept.py`` in this directory, where it keeps its run in runs/kept."""
+    command = [sys.executable, "-m", "ringtrain", "verify", "--script", "fit_kept.py", "--steps", "1"]
+    run = run_command(command, env=clean_environment(), timeout=120, cwd=directory)
+    assert (run.rc, run.left_behind) == (0, False), run.stderr
+    assert "the ranks train what one process would train" in run.stdout
+    assert sorted(path.name for path in (directory / "audit").iterdir()) == ["index.html", "verdict.json"]
+    return run
+
+
+def read_files(directory: Path) -> dict[Path, tuple[int, bytes]]:
+    """Return time of change and content of each file."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_a_script_with_a_run_directory_is_audited_without_writing_to_it(tmp_path: Path) -> None:
+    (tmp_path / "fit_kept.py").write_text(EXAMPLE.read_text())
+    run = verify_kept(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["audit", "fit_kept.py"]
+    assert "note" not in run.stdout
+
+
+def test_the_audit_says_that_the_run_of_a_script_is_complete_already(tmp_path: Path) -> None:
+    script = tmp_path / "fit_kept.py"
+    script.write_text(EXAMPLE.read_text().replace("epochs=10", "epochs=1"))
+    trained = run_command([sys.executable, str(script)], env=clean_environment(), timeout=120, cwd=tmp_path)
+    assert trained.rc == 0, trained.stderr
+    before = read_files(tmp_path / "runs")
+    run = verify_kept(tmp_path)
+    assert "note: The run in runs/kept is complete already (128 steps)" in run.stdout
+    assert read_files(tmp_path / "runs") == before
+    script.write_text(EXAMPLE.read_text())
+    run = verify_kept(tmp_path)
+    assert "note: The run in runs/kept has a checkpoint of step 128, which the script resumes" in run.stdout
+    assert read_files(tmp_path / "runs") == before
 
 
 @pytest.mark.parametrize(

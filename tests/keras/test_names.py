@@ -38,7 +38,8 @@ def test_all_lists_every_public_name() -> None:
 NOT_THERE = {
     "broadcast_optimizer_state": "it is PyTorch's; use broadcast_variables",
     "broadcast_parameters": "it is PyTorch's; use broadcast_variables",
-    **dict.fromkeys(("join", "alltoall", "Min", "grouped_allreduce"), "take it from horovod.tensorflow"),
+    "broadcast_object_fn": "it needs a session of TensorFlow 1; use broadcast_object",
+    **dict.fromkeys(("split_list", "gpu_available"), "it is internal to Horovod; import horovod.tensorflow to use it"),
 }
 
 
@@ -79,6 +80,30 @@ def test_arguments_and_defaults_are_upstream_s(theirs: types.ModuleType, mine: t
         return [(parameter.name, parameter.default) for parameter in parameters]
 
     assert arguments(getattr(mine, name)) == arguments(getattr(theirs, name))
+
+
+OPERATIONS = (
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_takes_the_arguments_of_both_interfaces(name: str) -> None:
+    """By position those of Keras' interface, if it has the operation; by name those of either."""
+    mine = inspect.signature(getattr(hvd, name)).parameters
+    theirs = inspect.signature(getattr(horovod.tensorflow, name)).parameters
+    assert theirs.keys() - {"tensor"} <= mine.keys()
+    of_keras = getattr(horovod.tensorflow.keras, name, None)
+    first = list(inspect.signature(of_keras).parameters if of_keras else theirs)
+    assert list(mine)[1 : len(first)] == first[1:]
 
 
 def test_the_page_names_every_name() -> None:

@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 
 from ringtrain.errors import UsageError
 from ringtrain.export import describe_loading, explaining_keras, find_parts
+from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import clean_environment, run_command
 from tests.world.running import events
@@ -72,8 +74,6 @@ print(json.dumps(float(np.mean((np.asarray(outputs, np.float64) - x.sum(axis=1, 
 def test_an_exported_model_predicts_as_the_evaluated_one(
     run_ringtrain: RunRingtrain, tmp_path: Path, form: str
 ) -> None:
-    import numpy as np
-
     (tmp_path / "mine.py").write_text(WORKLOAD)
     (tmp_path / "layers_of_mine.py").write_text(LAYERS)
     data = tmp_path / "data"
@@ -111,6 +111,93 @@ def test_an_exported_model_predicts_as_the_evaluated_one(
     damaged = run_ringtrain([*arguments, "--output", other], env=env)
     assert (damaged.rc, "its bytes have changed" in damaged.stderr) == (3, True)
     assert not other.exists()
+
+
+SYNCHRONIZED = '''
+import keras
+import numpy as np
+from ringtrain import Sources, SyncBatchNormalization, Workload, from_arrays
+
+x = np.random.default_rng(0).normal(3.0, 2.0, size=(64, 5, 4)).astype("float32")
+
+
+class Mine(Workload):
+    """Normalizes over all ranks: in the model, in a model within it, and within a layer around another."""
+
+    defaults = {"epochs": 2, "batch_size": 16}
+
+    def create_model(self):
+        layers = keras.layers
+        inner = keras.Sequential([keras.Input((5, 4)), layers.Dense(4), SyncBatchNormalization()])
+        around = layers.TimeDistributed(SyncBatchNormalization(), name="around")
+        own = layers.Dense(3, dtype="mixed_bfloat16")
+        return keras.Sequential([keras.Input((5, 4)), inner, around, own, layers.Flatten(), layers.Dense(1)])
+
+    def create_sources(self, data_dir, *, synthetic):
+        return Sources(train=from_arrays(x, x.sum(axis=(1, 2))[:, None] / 60))
+
+    def loss(self, y, outputs):
+        return keras.losses.mean_squared_error(y, outputs)
+'''
+# A process in which ringtrain cannot be imported.
+LOAD_PLAINLY = """
+import json, sys
+sys.modules["ringtrain"] = None
+import keras, numpy as np, tensorflow as tf
+x = np.random.default_rng(1).normal(3.0, 2.0, size=(8, 5, 4)).astype("float32")
+path = sys.argv[1]
+if path.endswith(".keras"):
+    model = keras.saving.load_model(path)
+    outputs = model(x, training=False)
+    kinds = [type(layer).__name__ for layer in (model.layers[0].layers[-1], model.layers[1].layer)]
+    weights = np.concatenate([variable.numpy().ravel() for variable in model.weights]).tolist()
+else:
+    model = tf.saved_model.load(path)
+    outputs, kinds, weights = model.serve(x), [], []
+print(json.dumps([outputs.dtype.name if hasattr(outputs.dtype, "name") else outputs.dtype, kinds, weights,
+                  np.asarray(outputs).tolist()]))
+"""
+
+
+OTHER_PRECISIONS = ("float32", "mixed_float16")
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["mixed_bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_PRECISIONS)],
+)
+def test_an_exported_model_is_plain_keras_in_float32(
+    run_ringtrain: RunRingtrain, tmp_path: Path, precision: str
+) -> None:
+    workload = tmp_path / "mine.py"
+    workload.write_text(SYNCHRONIZED)
+    words = ["--workload", workload, "--out", tmp_path / "run"]
+    trained = run_ringtrain([*words, "--precision", precision])
+    assert trained.rc == 0, trained.stderr
+    forms = ["keras", "saved_model"] if precision == "mixed_bfloat16" else ["keras"]
+    results = {}
+    for form in forms:
+        output = tmp_path / ("model.keras" if form == "keras" else "model")
+        words = ["export", tmp_path / "run", "--workload", workload, "--format", form]
+        exported = run_ringtrain([*words, "--output", output])
+        assert exported.rc == 0, exported.stderr
+        assert "before that, import" not in exported.stdout
+        loaded = run_command(
+            [sys.executable, "-c", LOAD_PLAINLY, str(output)],
+            env=clean_environment(),
+            timeout=60,
+            cwd=tmp_path,
+        )
+        assert loaded.rc == 0, loaded.stderr
+        results[form] = json.loads(loaded.stdout)
+    dtype, kinds, weights, outputs = results["keras"]
+    assert (dtype, kinds) == ("float32", ["BatchNormalization"] * 2)
+    saved = read_checkpoint(next((tmp_path / "run/checkpoints").glob("step-*"))).variables
+    values = [value.ravel() for name, value in saved.items() if name.startswith("weights/")]
+    np.testing.assert_array_equal(np.sort(weights), np.sort(np.concatenate(values)))
+    if len(forms) > 1:
+        assert results["saved_model"][0] == "float32"
+        assert np.ravel(results["saved_model"][3]) == pytest.approx(np.ravel(outputs), rel=1e-5, abs=1e-6)
 
 
 @keras.saving.register_keras_serializable(package="tests")

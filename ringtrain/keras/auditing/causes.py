@@ -16,6 +16,8 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 3e-2  # relative; of half-precision values or 
 NOISE_FACTOR, MAX_NOISE = 10.0, 1e-2  # times what another order of the samples changes; random numbers exceed it
 MANY_DUPLICATES = 0.2  # of a batch
 MAX_NAMED = 3
+NO_GRADIENT = 1e-6  # of the longest
+CLIPPED = "clipped before the reduction"
 COMPARED = {"gradient": "gradients", "update": "updates", "state": "state of layers"}
 
 
@@ -174,13 +176,44 @@ def of_samples_of_others(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:
             f"statistics are {moved:.2g} away from those of the whole batch. hvd.SyncBatchNormalization takes those of "
             "all ranks.",
         )
-    elif wrong and max(facts[0]["variables"][index]["of_weighted"] for index in wrong) > tolerance_of(facts):
+        return
+    most_weighted = max((facts[0]["variables"][index]["of_weighted"] for index in wrong), default=0.0)
+    if most_weighted <= tolerance_of(facts):
+        return
+    if without := ranks_without_gradient(facts):
+        yield Cause(
+            CLIPPED,
+            f"The loss has no gradient {' and '.join(without)}, and has one elsewhere: it was clipped before the "
+            "reduction, when it was the mean over a rank's samples. Clip the loss of each sample, before the mean.",
+        )
+    elif max(facts[0]["variables"][index]["of_raw"] for index in wrong) <= tolerance_of(facts):
+        yield Cause(
+            CLIPPED,
+            f"The gradients of {_names(facts, wrong)} were clipped, or changed in another way that is not linear, "
+            "before the reduction. Those that the tape computed agree in the mean over the ranks' samples. Clip the "
+            "reduced gradients: by global_clipnorm=, clipnorm= or clipvalue= of the optimizer, or those that "
+            "hvd.DistributedGradientTape returns.",
+        )
+    else:
         yield Cause(
             "loss across samples",
             "The gradient of the whole batch is not the mean of those of the ranks' samples: the loss of a sample "
             "depends on others, or it is divided by something else than the number of samples, such as a sum of "
             "weights or of masks. Divide by the number of samples; ringtrain.all_gather gives samples of all ranks.",
         )
+
+
+def ranks_without_gradient(facts: Facts) -> list[str]:
+    """Return where all gradients are zero, in words; nothing if they are zero everywhere or nowhere."""
+    norms = [its["local_norm"] for its in facts]
+    right_norm = facts[0]["right_norm"]
+    smallest = NO_GRADIENT * max(*norms, right_norm)
+    idle = [rank for rank, norm in enumerate(norms) if norm <= smallest]
+    where = [f"on {name_ranks(idle)}"] if idle else []
+    if right_norm <= smallest:
+        where.append("in one process")
+    is_everywhere = len(idle) == len(norms) and right_norm <= smallest
+    return [] if is_everywhere else where
 
 
 def of_unknown(facts: Facts, wrong: Sequence[int]) -> Iterator[Cause]:

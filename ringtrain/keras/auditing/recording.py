@@ -16,19 +16,36 @@ import keras
 import tensorflow as tf
 
 from ringtrain.collectives.context import alone
+from ringtrain.collectives.gradients import merge_repeated_rows
 from ringtrain.keras.distributed import OUTER, Distributed, wrap_method
 from ringtrain.keras.exchange import Exchange, variable_key
+from ringtrain.keras.exchanged_tensors import Reduced
 from ringtrain.keras.guards import read_rate
 
 Plain = Callable[..., Any]  # a replaced method
+# Of one process. Those of ringtrain.keras find out by themselves that it is alone.
 COLLECTIVES_OF_ONE: dict[str, Any] = {
     **dict.fromkeys(  # in one process, a sum, mean or gather over ranks is the value itself
-        ("allreduce", "allgather", "broadcast", "grouped_allreduce", "reducescatter", "broadcast_object"),
+        (
+            "allgather",
+            "allreduce",
+            "broadcast",
+            "broadcast_object",
+            "grouped_allgather",
+            "grouped_allreduce",
+            "grouped_reducescatter",
+            "reducescatter",
+        ),
         lambda value, *args, **kwargs: value,
     ),
-    "size": lambda: 1,
-    "rank": lambda: 0,
+    "alltoall": lambda value, splits=None, *args, **kwargs: value if splits is None else (value, splits),
     "allgather_object": lambda value, *args, **kwargs: [value],
+}
+NUMBERS_OF_ONE: dict[str, Any] = {
+    **dict.fromkeys(("size", "local_size", "cross_size"), lambda: 1),
+    **dict.fromkeys(("rank", "local_rank", "cross_rank"), lambda: 0),
+    **dict.fromkeys(("size_op", "local_size_op"), lambda *args, **kwargs: tf.constant(1)),
+    **dict.fromkeys(("rank_op", "local_rank_op"), lambda *args, **kwargs: tf.constant(0)),
 }
 
 
@@ -39,8 +56,10 @@ class Recording:
     variables: dict[Hashable, Any] = field(default_factory=dict)  # whose gradients were reduced or applied
     written: dict[Hashable, Any] = field(default_factory=dict)
     local: dict[Hashable, Any] = field(default_factory=dict)  # this rank's gradients, before their reduction
+    raw: dict[Hashable, Any] = field(default_factory=dict)  # this rank's gradients, as tapes computed them
     applied: dict[Hashable, Any] = field(default_factory=dict)  # gradients that an optimizer got
     exchanges: list[Exchange] = field(default_factory=list)
+    reduces: bool = False  # by an operation of ringtrain.keras, such as ``allreduce``
     has_own_layers: bool = False  # PartialDistributedOptimizer
     not_distributed: list[str] = field(default_factory=list)  # optimizers
     optimizers: list[Any] = field(default_factory=list)
@@ -61,6 +80,12 @@ class Recording:
     @property
     def is_between_passes(self) -> bool:
         return any(not each.accumulation.is_complete() for each in self.exchanges if each.accumulation)
+
+    def forget_gradients(self) -> None:
+        """Free their memory."""
+        self.raw = {}
+        self.local = {}
+        self.applied = {}
 
     def all_variables(self) -> dict[Hashable, Any]:
         slots = [variable for optimizer in self.optimizers for variable in optimizer.variables]
@@ -97,7 +122,9 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
             # An optimizer may pass on a tape's gradients.
             record.local.setdefault(variable_key(variable), tf.convert_to_tensor(gradient) * factor)
             record.has_own_layers |= exchange.is_local(variable)
-        return list(gradients) if is_one_process else plain(exchange, gradients, variables)
+        if is_one_process:
+            return list(map(merge_repeated_rows, gradients))
+        return plain(exchange, gradients, variables)
 
     def apply(plain: Plain, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         record.optimizers.append(optimizer)
@@ -111,10 +138,24 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
         record.rates.append(read_rate(optimizer) if tf.executing_eagerly() else None)
         record.updates[id(optimizer)] += 1
         record.variables |= dict(zip(keys, given, strict=True))
+        if Reduced.num_calls > num_reductions:
+            # The script may have reduced what its tape computed.
+            record.local = {key: record.raw[key] for key in keys if key in record.raw} | record.local
         record.applied |= {key: gradient for key, gradient in zip(keys, grads, strict=True) if gradient is not None}
         if not (isinstance(optimizer, Distributed) or any(key in record.local for key in keys)):
             record.not_distributed.append(f"{optimizer.name} ({type(optimizer).__name__})")
         return plain(optimizer, grads, trainable_variables)
+
+    def compute(plain: Plain, tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        gradients = plain(tape, target, sources, *args, **kwargs)
+        flat_gradients = tf.nest.flatten(gradients)
+        for gradient, source in zip(flat_gradients, tf.nest.flatten(sources), strict=True):
+            is_variable = isinstance(source, tf.Variable | keras.Variable)
+            if is_variable and gradient is not None and tf.executing_eagerly():
+                key = variable_key(source)
+                dense = tf.convert_to_tensor(gradient)
+                record.raw[key] = record.raw[key] + dense if key in record.raw else dense
+        return gradients
 
     def call(plain: Plain, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         record.called[id(layer)] = layer
@@ -124,11 +165,13 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
         record.written[variable.ref()] = variable
         return plain(variable, *args, **kwargs)
 
+    num_reductions = Reduced.num_calls
     with contextlib.ExitStack() as stack:
         patches: list[tuple[Any, str, Plain]] = [
             (Exchange, "reduce", reduce),
             (Exchange, "_reduce_now", reduce_now),
             *((each, "apply", apply) for each in (keras.optimizers.Optimizer, *OUTER)),
+            (tf.GradientTape, "gradient", compute),
             (keras.layers.Layer, "__call__", call),
             *((_variable_class(), name, assign) for name in ("assign", "assign_add", "assign_sub")),
         ]
@@ -136,10 +179,11 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
             stack.enter_context(replaced(*patch))
         if is_one_process:
             stack.enter_context(alone())
-            for interface in (hvd, sys.modules[__name__.partition(".auditing")[0]]):
-                there = {name: value for name, value in COLLECTIVES_OF_ONE.items() if hasattr(interface, name)}
-                stack.enter_context(mock.patch.multiple(interface, **there))
+            ours = sys.modules[__name__.partition(".auditing")[0]]
+            stack.enter_context(mock.patch.multiple(hvd, **COLLECTIVES_OF_ONE, **NUMBERS_OF_ONE))
+            stack.enter_context(mock.patch.multiple(ours, **NUMBERS_OF_ONE))
         yield
+        record.reduces |= Reduced.num_calls > num_reductions
 
 
 @functools.cache

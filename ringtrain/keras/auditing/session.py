@@ -7,27 +7,38 @@ import functools
 import html
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from ringtrain.collectives import all_gather_object
 from ringtrain.errors import ReplicasDifferError, UsageError
 from ringtrain.keras.auditing.causes import COMPARED, Cause, Facts, find_causes, find_differences
 from ringtrain.keras.auditing.recording import Recording, eagerly, recording, replaced
 from ringtrain.keras.auditing.step import Batch, NotAuditedError, Trial, Values, agree, compare, read_values
+from ringtrain.keras.auditing.tracing import trace_audited_step, why_not_traced
 from ringtrain.keras.collective import ProcessSetCollective, is_elastic, require_init
+from ringtrain.keras.exchange import Exchange
+from ringtrain.messages.ranks import name_ranks
 
 DEFAULT_STEPS, DEFAULT_MEBIBYTES = 3, 1024
-NOT_COMPARED = "graphs and XLA (the audited steps run eagerly), later steps, evaluation, saved models and speed"
+NOT_COMPARED = (
+    "values in graphs (one step is traced, and the audited ones run eagerly), XLA, later steps, "
+    "evaluation, saved models and speed"
+)
 COLUMNS = ("name", "gradient", "gradient_rounding", "update", "factor", "is_reduced")
 
 
 class Watched:
     """A step of a script, of a function or model: its calls until gradients are reduced."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, trace: Callable[..., Any] | None = None) -> None:
+        """``trace``: builds the step's graph, with the arguments of a call; None if it has none."""
         self.owner = owner  # kept, for its id
+        self.trace = trace
+        self.is_traced = False
         self.known: Recording | None = None  # of the first calls, which show the variables
         self.start()
 
@@ -46,6 +57,8 @@ class Auditor:
         self.steps, self._max_bytes = steps, max_mebibytes * 2**20
         self.results: list[Facts] = []
         self.why_not = ""
+        self.graph_causes: list[Cause] = []  # why the real run, in a graph, would fail
+        self.notes: list[str] = []  # about the script, not about its steps
         self.then: Callable[[], None] = lambda: None  # when it is done
         self._watched: dict[int, Watched] = {}
         self._is_in_step = False
@@ -54,20 +67,47 @@ class Auditor:
     def is_done(self) -> bool:
         return len(self.results) >= self.steps or bool(self.why_not)
 
+    def watch(self, owner: Any, trace: Callable[..., Any] | None) -> None:
+        """Expect steps of a function or model; ``trace``: as in ``Watched``."""
+        self._watched.setdefault(id(owner), Watched(owner, trace))
+
     def forget(self, owner: Any) -> None:
         self._watched.pop(id(owner), None)
 
     def call(self, owner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a step of the script, of a function or model. Collective if its first calls reduced gradients."""
         watched = self._watched.setdefault(id(owner), Watched(owner))
-        if self._is_in_step or self.is_done or (watched.known and not watched.known.exchanges):
+        known = watched.known
+        is_local = known is not None and not (known.exchanges or known.reduces)
+        if self._is_in_step or self.is_done or is_local:
             return step(*args, **kwargs)
         self._is_in_step = True
+        is_graph = watched.trace is not None and not tf.config.functions_run_eagerly()
         try:
+            num_before = len(self.results)
             with eagerly():
-                return self._call(watched, step, (args, kwargs))
+                returned = self._call(watched, step, (args, kwargs))
+            if is_graph and len(self.results) > num_before and not watched.is_traced:
+                self._trace(watched, args, kwargs)
+            return returned
         finally:
             self._is_in_step = False
+
+    def _trace(self, watched: Watched, args: Any, kwargs: Any) -> None:
+        """Trace an audited step as a graph, which the real run would run. Collective."""
+        watched.is_traced = True
+        assert watched.trace is not None
+        with mock.patch.object(Exchange, "_fit", None):  # this graph is not the one that fit runs
+            error = why_not_traced(watched.trace, args, kwargs)
+        errors = all_gather_object(ProcessSetCollective(), error, name="audit/graph")
+        failed = [rank for rank, reason in enumerate(errors) if reason]
+        if failed:
+            cause = Cause(
+                "fails in a graph",
+                f"The step runs eagerly, but a run without the audit traces it as a graph, which fails on "
+                f"{name_ranks(failed)}: {errors[failed[0]]}",
+            )
+            self.graph_causes.append(cause)
 
     def _call(self, watched: Watched, step: Callable[..., Any], arguments: Any) -> Any:
         args, kwargs = arguments
@@ -94,7 +134,7 @@ class Auditor:
                 self.why_not = str(error)
         else:
             watched.known = watched.record
-            watched.known.local, watched.known.applied = {}, {}  # free their memory
+            watched.known.forget_gradients()
         watched.start()
         return returned
 
@@ -108,7 +148,7 @@ class Auditor:
     def find_causes(self) -> list[Cause]:
         """Return each cause once, of the step that shows it first."""
         found = {cause.name: cause for facts in reversed(self.results) for cause in find_causes(facts)}
-        return list(found.values())
+        return [*found.values(), *self.graph_causes]
 
     @property
     def passes(self) -> bool:
@@ -130,6 +170,7 @@ class Auditor:
             word = "equal within" if worst.passes else "DIFFERENT by"
             lines.append(f"  {worst.kind}: {word} {worst.value:.1e} (tolerance {worst.tolerance:.0e}), {worst.name}")
         lines += [f"  {'cause' if cause.is_wrong else 'note'}: {cause.words}" for cause in self.find_causes()]
+        lines += [f"  note: {note}" for note in self.notes]
         if drawing := ranks[0]["drawing"]:
             lines.append(f"  note: dropout and noise ({', '.join(drawing)}) are off: their draws differ by rank")
         lines.append(f"  not compared: {NOT_COMPARED}")
@@ -144,6 +185,7 @@ class Auditor:
             "passes": self.passes,
             "steps": len(self.results),
             "why_not": self.why_not,
+            "notes": self.notes,
             "causes": [cause._asdict() for cause in self.find_causes()],
             "differences": [[{**each._asdict(), "passes": each.passes} for each in row] for row in differences],
             "variables": [worst_rows(facts) for facts in self.results],
@@ -212,6 +254,8 @@ class Audit(keras.callbacks.Callback):
             )
         auditor.forget(model)
         plain = model.train_step
+        if not model.run_eagerly:
+            auditor.watch(model, functools.partial(trace_audited_step, plain))
         names = ("run_eagerly", "jit_compile")
         self._settings = {"train_step": vars(model).get("train_step")} | {name: getattr(model, name) for name in names}
         model.train_step = lambda data: auditor.call(model, plain, data)
@@ -263,6 +307,7 @@ def watching(auditor: Auditor) -> Iterator[None]:
     def call(plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         if auditor.is_done or not tf.executing_eagerly():
             return plain(function, *args, **kwargs)
+        auditor.watch(function, function.get_concrete_function)
         returned = auditor.call(function, functools.partial(plain, function), *args, **kwargs)
         if auditor.is_done:
             auditor.then()

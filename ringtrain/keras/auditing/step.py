@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -76,6 +76,13 @@ class Trial(NamedTuple):
         """Applied; zeros if none was."""
         given = self.record.applied.get(key)
         return np.zeros_like(self.before[key]) if given is None else np.asarray(tf.convert_to_tensor(given))
+
+    def raw_gradient(self, key: Any) -> np.ndarray:
+        """As a tape computed it, without the loss scale; zeros if none did."""
+        raw = self.record.raw.get(key)
+        if raw is None:
+            return np.zeros_like(self.before[key])
+        return np.asarray(raw, np.float64) / self.record.loss_scale
 
     def update(self, key: Any) -> np.ndarray:
         return self.after[key] - self.before[key]
@@ -201,27 +208,28 @@ def describe(
 ) -> dict[str, Any]:
     """Return this rank's facts about gradients, updates, state and loss. Collective."""
     record = ranks.record
-    zeros = {key: np.zeros(ranks.before[key].shape) for key in known.variables}
-    local = [np.asarray(record.local.get(key, zero), np.float64) / record.loss_scale for key, zero in zeros.items()]
-    given = [tf.constant(value) for value in (*local, *(value * count for value in local), np.float64(count))]
-    sums = [total.numpy() for total in collective.all_reduce(given, name="audit/gradients")]
-    means = [total / collective.world.size for total in sums[: len(local)]]
-    weighted_means = [total / sums[-1] for total in sums[len(local) : -1]]
+    means, weighted_means = mean_over_ranks(collective, record.local, ranks, known, count)
+    _, raw_means = mean_over_ranks(collective, record.raw, ranks, known, count)
     smallest = MIN_SHARE * max(length(one.gradient(key)) for key in known.variables)
     variables = []
-    for (key, variable), mean, weighted in zip(known.variables.items(), means, weighted_means, strict=True):
-        found, right, reversed_ = (trial.gradient(key) for trial in (ranks, one, reverse))
-        least, is_determined = MIN_SHARE * length(ranks.before[key]), difference(reversed_, right) < UNDETERMINED
+    for key, variable in known.variables.items():
+        found = ranks.gradient(key)
+        right = one.gradient(key)
+        reversed_ = reverse.gradient(key)
+        of_weights = MIN_SHARE * length(ranks.before[key])
+        is_determined = difference(reversed_, right) < UNDETERMINED
+        update = difference(ranks.update(key), one.update(key), of_weights)
         variables.append(
             {
                 "name": getattr(variable, "path", variable.name),
                 "gradient": difference(found, right, smallest),
                 "gradient_rounding": difference(reversed_, right, smallest),
-                "factor": float(np.nan_to_num(np.vdot(found, right) / max(float(np.vdot(right, right)), 1e-30))),
-                "of_mean": difference(found, mean, smallest),
-                "of_weighted": difference(weighted, right, smallest),
-                "update": difference(ranks.update(key), one.update(key), least) if is_determined else 0.0,
-                "update_rounding": difference(reverse.update(key), one.update(key), least),
+                "factor": ratio(found, right),
+                "of_mean": difference(found, means[key], smallest),
+                "of_weighted": difference(weighted_means[key], right, smallest),
+                "of_raw": difference(raw_means[key], one.raw_gradient(key), smallest),
+                "update": update if is_determined else 0.0,
+                "update_rounding": difference(reverse.update(key), one.update(key), of_weights),
                 "is_reduced": key in record.local,
                 "bits": hash_bits(found),
             }
@@ -240,12 +248,52 @@ def describe(
             for key, path in keys.items()
         ],
         "losses": [ranks.loss(), one.loss()],
+        "local_norm": norm_of(record.local.values()),
+        "right_norm": norm_of(one.record.local.values()),
         "compression": any(COMPRESSIONS[each.compression] != "none" for each in settings),
         "half": any(layer.compute_dtype in ("float16", "bfloat16") for layer in record.layers()),
         "not_distributed": record.not_distributed,
         "num_updates": record.num_updates,
         "rates": record.rates,
     }
+
+
+def mean_over_ranks(
+    collective: Collective, local: Values, trial: Trial, known: Recording, count: int
+) -> tuple[Values, Values]:
+    """Return the means of the ranks' gradients, and those weighted by samples. Collective.
+
+    Args:
+        local: this rank's gradients, times the loss scale; zeros are taken for others.
+        count: this rank's samples.
+    """
+    gradients = {}
+    for key in known.variables:
+        if key in local:
+            gradients[key] = np.asarray(local[key], np.float64) / trial.record.loss_scale
+        else:
+            gradients[key] = np.zeros(trial.before[key].shape)
+    weighted = [gradient * count for gradient in gradients.values()]
+    message = [*gradients.values(), *weighted, np.float64(count)]
+    sums = collective.all_reduce(list(map(tf.constant, message)), name="audit/gradients")
+    *totals, samples = [total.numpy() for total in sums]
+    means = [total / collective.world.size for total in totals[: len(gradients)]]
+    weighted_means = [total / samples for total in totals[len(gradients) :]]
+    return (
+        dict(zip(gradients, means, strict=True)),
+        dict(zip(gradients, weighted_means, strict=True)),
+    )
+
+
+def ratio(value: np.ndarray, right: np.ndarray) -> float:
+    """Return the factor of ``right`` that is nearest to ``value``; 0 if there is none."""
+    factor = np.vdot(value, right) / max(float(np.vdot(right, right)), 1e-30)
+    return float(np.nan_to_num(factor))
+
+
+def norm_of(tensors: Iterable[Any]) -> float:
+    """Return the Euclidean length of all tensors together."""
+    return float(np.hypot.reduce([0.0, *(length(np.asarray(tensor)) for tensor in tensors)]))
 
 
 def _call_without(layers: Sequence[keras.layers.Layer]) -> Callable[..., Any]:

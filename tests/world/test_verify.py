@@ -551,7 +551,7 @@ def test_noise_outside_of_training_is_equal_in_all_world_sizes(collective: Any) 
     from tests.world.workloads.small import Noisy
 
     trials = ("float64", "float32", "float64-sharded", "float64-accumulated")
-    findings, notes = findings_of(Noisy(), collective, trials=trials, epochs=1)
+    findings, notes = findings_of(Noisy(), collective, trials=trials, steps=3)
     assert [finding for finding in findings if not finding.passes] == []
     if collective.world.is_rank0:
         assert "noise: it draws random numbers in every call; in the comparison they are equal" in notes[0]

@@ -13,7 +13,7 @@ from tests.layers import PAGE, PICTURE, ROOT, draw, find_modules, package_of, re
 LAYERS = read_packages(PAGE.read_text(encoding="utf-8"))
 MODULES = find_modules(ROOT)
 PUBLIC = ("ringtrain",)  # the package's own file: the version, and public names
-MAX_FLAT_MODULES = 8
+MAX_FLAT_MODULES = 9
 WITHOUT_TENSORFLOW = [
     "cli", "commands.parser", "config", "errors", "files.bounded", "messages.defects", "report", "script",
     "run.checkpoint", "run.directory", "runtime.devices", "runtime.world", "step.schedule", "terminal.console",

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -15,11 +15,12 @@ from ringtrain.config import Config, make_config, to_plain
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.escaping import escape_message
 from ringtrain.messages.rules import merge_options
-from ringtrain.runtime.devices import open_device, start_tensorflow
+from ringtrain.runtime.devices import DevicePlan, open_device, start_tensorflow
 from ringtrain.runtime.shutdown import note_exit_code, watch_end
 from ringtrain.runtime.stdio import keep_streams
 from ringtrain.runtime.world import World, read_world
 from ringtrain.terminal.startup import quiet_start
+from ringtrain.training.connection import kept_connection
 from ringtrain.training.ending import report_end
 from ringtrain.training.joining import Prepared, pin
 from ringtrain.training.together import prepare_and_train
@@ -36,9 +37,10 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
         if __name__ == "__main__":
             result = ringtrain.train(Moons, {"epochs": 5, "optimizer": {"lr": 0.02}})
 
-    Every rank must call this once, with the same arguments, before TensorFlow computes anything. Stop requests,
-    resuming, run directory and exit codes are the command line's; if the run fails or stops early, the script exits
-    with one line and the exit code (``SystemExit``).
+    Every rank must call this with the same arguments, the first time before TensorFlow computes anything. Stop
+    requests, resuming, run directory and exit codes are the command line's; if the run fails or stops early, the script
+    exits with one line and the exit code (``SystemExit``). Several calls train one run after the other, each with its
+    own ``out``, such as for cross-validation; a script that catches ``SystemExit`` can go on after a failed run.
 
     Args:
         workload: a workload, or its class.
@@ -53,14 +55,34 @@ def train(workload: Workload | type[Workload], config: Config | Mapping[str, Any
         print(escape_message(f"ringtrain: {error}"), file=sys.stderr)
         raise SystemExit(error.exit_code) from error
     keep_streams()
+    note_exit_code(0)  # an earlier run may have failed
     try:
-        return prepare_and_train(lambda: prepare(workload, config or {}, world), world)
+        return prepare_and_train(
+            lambda: prepare_on_all_ranks(workload, config or {}, world), world, keeps_connection=True
+        )
     except RingtrainError as error:
         report_end(error, world)
         note_exit_code(error.exit_code)
         raise SystemExit(error.exit_code) from error
     finally:
         watch_end(has_left_ranks=True)
+
+
+def prepare_on_all_ranks(
+    workload: Workload | type[Workload], settings: Config | Mapping[str, Any], world: World
+) -> Prepared:
+    """Prepare; if earlier runs have connected the ranks, raise the error of any rank on all. Collective then."""
+    kept = kept_connection()
+    if kept is None:
+        return prepare(workload, settings, world)
+    from ringtrain.collectives import raise_on_all_ranks
+
+    try:
+        return raise_on_all_ranks(kept.collective, lambda: prepare(workload, settings, world), name="prepare")
+    except RingtrainError as error:
+        error.is_agreed = True
+        kept.note_end(error.exit_code)
+        raise
 
 
 def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str, Any], world: World) -> Prepared:
@@ -76,7 +98,46 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
             f"its class: ringtrain.train({workload_class.__name__}, ...)."
         )
     instance = workload if isinstance(workload, Workload) else create_workload(workload_class, config.options)
-    plan = pin(world, config, workload_class)
+    plan, device = take_devices_once(config, world, workload_class)
+    return Prepared(instance, config, plan, device)
+
+
+class Devices(NamedTuple):
+    """Devices of this process, which all its runs use."""
+
+    plan: DevicePlan
+    name: str
+    is_deterministic: bool
+
+
+_devices: Devices | None = None
+
+
+def take_devices_once(config: Config, world: World, workload_class: type[Workload]) -> tuple[DevicePlan, str]:
+    """Return plan and name of this process's devices; TensorFlow cannot change them after the first run.
+
+    A later run gets the names of layers that it would get in its own process, so that another process can resume it.
+    """
+    global _devices
+    if _devices is None:
+        plan = pin(world, config, workload_class)
+        device = start_devices(plan, world)
+        _devices = Devices(plan, device, config.deterministic)
+        return plan, device
+    if config.deterministic and not _devices.is_deterministic and world.size > 1:
+        raise UsageError(
+            "deterministic is true, but the first run of this process was not deterministic, and the settings of the "
+            "communication cannot be changed any more. Set deterministic for the first run, too, or use a process for "
+            "each run."
+        )
+    import keras
+
+    keras.utils.clear_session(free_memory=False)
+    return _devices.plan, _devices.name
+
+
+def start_devices(plan: DevicePlan, world: World) -> str:
+    """Start TensorFlow; return the device's name."""
     try:
         with quiet_start():
             device = start_tensorflow(plan, world)
@@ -87,7 +148,7 @@ def prepare(workload: Workload | type[Workload], settings: Config | Mapping[str,
             "methods of the workload."
         ) from error
     open_device(device, world)
-    return Prepared(instance, config, plan, device)
+    return device
 
 
 def choose_config(workload_class: type[Workload], settings: Config | Mapping[str, Any]) -> Config:

@@ -40,7 +40,11 @@ class EndRecord(NamedTuple):
 
 
 def record_start(path: Path, *, step: int, is_complete: bool) -> None:
-    """Report the open run directory, on rank 0."""
+    """Report the open run directory, on rank 0; forget the end of an earlier run of this process."""
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    if named:
+        with contextlib.suppress(OSError):
+            Path(named, END_FILE).unlink(missing_ok=True)
     values = {"path": str(path.absolute()), "step": step, "is_complete": is_complete}
     _tell(RUN_FILE, values, replaces=True)
 

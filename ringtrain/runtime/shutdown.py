@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import NoReturn
@@ -35,6 +35,10 @@ CLOCK_MONOTONIC, SIGEV_THREAD = 1, 2  # from time.h and signal.h
 _timeout, _name = Config.exit_timeout, "the process"
 _exit_code = 0
 _has_watch = threading.Lock()  # held after the first ``watch_end``
+_timer: _Timer | None = None
+_arming = threading.Lock()  # held while the timer is set
+_waits_for_ranks = False
+_closes: list[Callable[[], None]] = []  # before this process is ended
 
 
 def allow(timeout: float, name: str) -> None:
@@ -87,12 +91,40 @@ def watch_end(*, has_left_ranks: bool) -> None:
         note_exit_code(status)
         plain_exit(status)  # type: ignore[arg-type]
 
+    global _timer
     sys.exit = exit_noted
     atexit.register(hand_over, _name, _timeout)
     timer = _Timer()
+    _timer = timer
     if has_left_ranks:  # handlers registered earlier run later, and may block all threads
-        atexit.register(lambda: timer.exit_in(_timeout, _earned_code()))
+        atexit.register(_arm, timer)
     threading.Thread(target=_watch, args=(has_left_ranks, timer), name="end", daemon=True).start()
+
+
+def close_before_exit(close: Callable[[], None]) -> None:
+    """Let the watch call ``close`` before it ends a process that something keeps; the other ranks wait for that."""
+    _closes.append(close)
+
+
+@contextlib.contextmanager
+def waiting_for_ranks() -> Iterator[None]:
+    """Do not count the time of this context, which other ranks determine."""
+    global _waits_for_ranks
+    with _arming:
+        _waits_for_ranks = True
+        if _timer is not None:
+            _timer.cancel()
+    try:
+        yield
+    finally:
+        _waits_for_ranks = False
+
+
+def _arm(timer: _Timer) -> None:
+    """Let the timer end this process, unless the ``_watch`` thread runs first."""
+    with _arming:
+        if not _waits_for_ranks:
+            timer.exit_in(_timeout, earned_code())
 
 
 def _watch(has_left_ranks: bool, timer: _Timer) -> None:
@@ -100,12 +132,13 @@ def _watch(has_left_ranks: bool, timer: _Timer) -> None:
     left = _timeout
     while left > 0:
         time.sleep(tick)
-        left = left - tick if _is_ending() else _timeout
+        is_counted = _is_ending() and not _waits_for_ranks
+        left = left - tick if is_counted else _timeout
         if has_left_ranks and left < _timeout:
-            timer.exit_in(_timeout, _earned_code())  # unless this thread runs first
+            _arm(timer)
     waits = not has_left_ranks and any(_is_in(frame, "shutdown", "horovod") for frame in _frames(_main_frame()))
     children = multiprocessing.active_children()
-    how = "It keeps waiting" if waits else f"It leaves with exit code {_earned_code()}"
+    how = "It keeps waiting" if waits else f"It leaves with exit code {earned_code()}"
     message = (
         f"{_name} (pid {os.getpid()}) is still there {_timeout:g} s after its program has ended, kept by "
         f"{describe_keepers(children)}. {how}. Your code should end what it starts, or make it a daemon; if that may "
@@ -118,10 +151,14 @@ def _watch(has_left_ranks: bool, timer: _Timer) -> None:
     for process in children:  # they would hold the launcher's pipes
         process.kill()
     hand_over(_name, _timeout)
-    timer.exit_in(FLUSH_SECONDS, _earned_code())
+    for close in _closes:
+        closing = threading.Thread(target=close, name="close", daemon=True)
+        closing.start()
+        closing.join(_timeout)
+    timer.exit_in(FLUSH_SECONDS, earned_code())
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    os._exit(_earned_code())
+    os._exit(earned_code())
 
 
 def _is_ending() -> bool:
@@ -132,7 +169,8 @@ def _is_ending() -> bool:
     )
 
 
-def _earned_code() -> int:
+def earned_code() -> int:
+    """Return the exit code of this program, as far as it is known."""
     return 1 if hasattr(sys, "last_value") else _exit_code  # set by Python for an uncaught exception
 
 
@@ -182,6 +220,11 @@ class _Timer:
         self._libc = ctypes.CDLL(None)
         self._id: ctypes.c_void_p | None = None
 
+    def cancel(self) -> None:
+        """Remove the time limit."""
+        if self._id is not None:
+            self._set(0.0)
+
     def exit_in(self, seconds: float, exit_code: int) -> None:
         """Set or replace the time limit."""
         with contextlib.suppress(AttributeError):  # other C libraries
@@ -190,5 +233,8 @@ class _Timer:
                 end = ctypes.cast(self._libc._exit, ctypes.c_void_p).value
                 event = struct.pack("qiiPP32x", exit_code, 0, SIGEV_THREAD, end, 0)  # struct sigevent, signal.h
                 self._libc.timer_create(CLOCK_MONOTONIC, event, ctypes.byref(self._id))
-            spec = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec
-            self._libc.timer_settime(self._id, 0, spec, None)
+            self._set(seconds)
+
+    def _set(self, seconds: float) -> None:
+        spec = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec
+        self._libc.timer_settime(self._id, 0, spec, None)

@@ -16,6 +16,14 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.guard.labels import Labels, find_labels_of
 from ringtrain.run.variables import is_seed_state
+from ringtrain.step.assignments import (
+    AssignedWeight,
+    RecordingScope,
+    RowStateRule,
+    find_state,
+    refuse_tensorflow_variables,
+    states_of_stateful_layers,
+)
 from ringtrain.step.compiled import CompiledFunction
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import NUM_SUMS, pack_sums
@@ -31,12 +39,14 @@ class StepStructure:
     metric_names: tuple[str, ...]
     sparse_index_dtypes: tuple[tf.DType | None, ...]  # per trainable variable; None: dense
     state: tuple[keras.Variable, ...]  # updated by the forward pass (BatchNorm's moving statistics)
+    row_state: tuple[keras.Variable, ...]  # a row for each sample; never leaves its rank
 
 
 class Forward(NamedTuple):
     gradients: list[tf.Tensor | tf.IndexedSlices]
     sums: tf.Tensor  # control vector, [NUM_SUMS + metrics]
     state: list[tf.Tensor]
+    row_state: list[tf.Tensor]  # empty for a rank without samples
     structure: StepStructure
 
 
@@ -51,12 +61,18 @@ class LocalGradients:
         dtype: tf.DType,
         rank: int,
         jit_compile: bool,
+        local_batch_size: int | None = None,
     ) -> None:
-        """``dtype``: of losses and sums. ``jit_compile``: use XLA, except across ranks."""
+        """``dtype``: of losses and sums. ``jit_compile``: use XLA, except across ranks.
+
+        ``local_batch_size``: of most batches; None if it is not known.
+        """
         self._workload, self._model, self._loss_scale = workload, model, loss_scale
         self._dtype, self._accumulate, self._seed, self._rank = dtype, config.accumulate, config.seed, rank
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
+        # Those of Keras' list, and those that a trace finds.
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
+        self._row_state_rule = RowStateRule(model, local_batch_size)
         self.needs_every_rank = needs_every_rank(workload, model)
         self.compiled: CompiledGradients | None = None
         if jit_compile and not self.needs_every_rank:
@@ -64,10 +80,14 @@ class LocalGradients:
 
     def __call__(self, batch: Batch, local_count: tf.Tensor) -> Forward:
         """``local_count`` is int64 []."""
-        before = [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
         if self._accumulate == 1:
+            before = self._values_before()
             return self._of_samples(batch, 0, local_count, before, tf.constant(0))
-        return self._of_micro_batches(batch, local_count, before)
+        return self._of_micro_batches(batch, local_count)
+
+    def _values_before(self) -> list[tf.Tensor]:
+        """Return the values of ``_fixed_or_state`` before the step."""
+        return [tf.convert_to_tensor(v.value) for v in self._fixed_or_state]
 
     def zero_gradients(self, batch: Batch, structure: StepStructure) -> Forward:
         """Zeros depend on the batch, each by its own factor.
@@ -91,7 +111,7 @@ class LocalGradients:
         ]
         state = empty_summands(structure.state, zeros)
         sums = zeros([NUM_SUMS + len(structure.metric_names)], self._dtype)
-        return Forward(gradients, sums, state, structure)
+        return Forward(gradients, sums, state, [], structure)
 
     def _of_samples(
         self, batch: Batch, start: Any, end: Any, state: Sequence[tf.Tensor], micro_batch: tf.Tensor
@@ -121,7 +141,7 @@ class LocalGradients:
                 *zip(self._seed_states, self._dropout_seeds(step, micro_batch), strict=True),
             ]
             # Keeps updates of the forward pass (BatchNorm's statistics), which a non-finite step discards.
-            with keras.StatelessScope(values, collect_losses=True, initialize_variables=False) as scope:
+            with RecordingScope(values, tape=tape, trained=variables) as scope:
                 with noting_calls() as calls:
                     outputs = call_model(self._workload, self._model, x, training=True)
                     losses, metrics = per_sample(self._workload, y, outputs)
@@ -133,7 +153,7 @@ class LocalGradients:
             scaled_objective = self._loss_scale.scale(
                 partial_objective(data_loss_sum, regularization, count=count, global_count=global_count)
             )
-        found = tape.gradient(scaled_objective, [v.value for v in variables])
+        found = gradients_of_weights(tape, scaled_objective, variables, scope.assigned_weights)
         require_a_gradient(self._workload, found)
         gradients = []
         for number, (v, gradient) in enumerate(zip(variables, found, strict=True), start=1):
@@ -143,10 +163,13 @@ class LocalGradients:
             elif not isinstance(gradient, tf.IndexedSlices):
                 gradient.set_shape(v.shape)  # unknown after a user-defined gradient, for example
             gradients.append(gradient)
-        structure = self._find_structure(scope, state, gradients, metrics)
+        refuse_tensorflow_variables(data_loss_sum.graph)
+        structure = self._find_structure(scope, gradients, metrics)
         metric_sums = [tf.reduce_sum(tf.cast(metrics[name], self._dtype)) for name in structure.metric_names]
         sums = pack_sums(count, data_loss_sum, regularization, metric_sums)
-        return Forward(gradients, sums, [scope.get_current_value(v) for v in structure.state], structure)
+        new_state = [scope.get_current_value(v) for v in structure.state]
+        new_row_state = [scope.get_current_value(v) for v in structure.row_state]
+        return Forward(gradients, sums, new_state, new_row_state, structure)
 
     def _require_every_rank(self, calls: Sequence[str]) -> None:
         """Ranks without samples would not join them."""
@@ -158,10 +181,14 @@ class LocalGradients:
                 "that calls it."
             )
 
-    def _of_micro_batches(self, batch: Batch, num_samples: tf.Tensor, before: Sequence[tf.Tensor]) -> Forward:
+    def _of_micro_batches(self, batch: Batch, num_samples: tf.Tensor) -> Forward:
         """Sum over micro-batches (equal, the last smaller or empty); a tf.while_loop saves memory."""
+        self._refuse_micro_batches_of_rows(states_of_stateful_layers(self._model))
         size = -(-num_samples // self._accumulate)
+        before = self._values_before()
         first = self._of_samples(batch, 0, tf.minimum(size, num_samples), before, tf.constant(0))
+        self._refuse_micro_batches_of(first.structure)
+        before = self._values_before()  # also of state that this first trace has found
 
         def add(number: tf.Tensor, gradients: list[Any], sums: tf.Tensor, updated: list[tf.Tensor]) -> tuple[Any, ...]:
             start = tf.minimum(tf.cast(number, tf.int64) * size, num_samples)
@@ -202,19 +229,48 @@ class LocalGradients:
             tf.IndexedSlices(*g, tf.constant(list(v.shape))) if isinstance(g, tuple) else g
             for g, v in zip(gradients, self._model.trainable_variables, strict=True)
         ]
-        return Forward(packed, sums, state, first.structure)
+        return Forward(packed, sums, state, [], first.structure)
+
+    def _refuse_micro_batches_of(self, structure: StepStructure) -> None:
+        """Refuse state that micro-batches would mix up, by its name.
+
+        Raises:
+            UsageError: row state, or a weight that the forward pass changes.
+        """
+        self._refuse_micro_batches_of_rows(structure.row_state)
+        trained_ids = {id(weight) for weight in self._model.trainable_variables}
+        for variable in structure.state:
+            if id(variable) in trained_ids:
+                raise UsageError(
+                    f"--accumulate {self._accumulate}: the forward pass changes the weight {variable.path}, and all "
+                    "micro-batches of a step must use the same weights. Leave --accumulate out."
+                )
+
+    def _refuse_micro_batches_of_rows(self, row_state: Sequence[keras.Variable]) -> None:
+        if row_state:
+            raise UsageError(
+                f"--accumulate {self._accumulate}: {row_state[0].path} holds a row for each sample of a batch, and the "
+                "micro-batches of a step hold different samples. Leave --accumulate out."
+            )
 
     def _find_structure(
-        self, scope: keras.StatelessScope, state: Sequence[tf.Tensor], gradients: Sequence[Any], metrics: dict[str, Any]
+        self, scope: RecordingScope, gradients: Sequence[Any], metrics: dict[str, Any]
     ) -> StepStructure:
+        """Also add newly found shared state to ``_fixed_or_state``."""
+        state = []
+        row_state = []
+        for variable in find_state(scope, self._model):
+            if self._row_state_rule.applies_to(variable):
+                row_state.append(variable)
+            else:
+                state.append(variable)
+        known_ids = {id(variable) for variable in [*self._fixed_or_state, *self._model.trainable_variables]}
+        self._fixed_or_state += [variable for variable in state if id(variable) not in known_ids]
         return StepStructure(
             metric_names=tuple(sorted(metrics)),
             sparse_index_dtypes=tuple(g.indices.dtype if isinstance(g, tf.IndexedSlices) else None for g in gradients),
-            state=tuple(
-                variable
-                for variable, before in zip(self._fixed_or_state, state, strict=True)
-                if scope.get_current_value(variable) is not before
-            ),
+            state=tuple(state),
+            row_state=tuple(row_state),
         )
 
     def _dropout_seeds(self, step: tf.Tensor, micro_batch: tf.Tensor) -> list[tf.Tensor]:
@@ -237,15 +293,40 @@ class CompiledGradients:
         self.function = CompiledFunction(self._trace)
 
     def __call__(self, *arguments: Any) -> Forward:
-        gradients, sums, state = self.function(*arguments)
+        gradients, sums, state, row_state = self.function(*arguments)
         assert self._structure is not None
-        return Forward(list(map(with_known_rows, gradients, self._variables)), sums, state, self._structure)
+        gradients = list(map(with_known_rows, gradients, self._variables))
+        return Forward(gradients, sums, state, row_state, self._structure)
 
     def _trace(self, samples: Any, *others: Any) -> tuple[Any, ...]:
         forward = self._compute(samples, *others)
         self._structure = forward.structure
         self.labels = sorted({*self.labels, *find_labels_of(forward.sums.graph, tf.nest.flatten(samples[1]))})
-        return forward.gradients, forward.sums, forward.state
+        return forward.gradients, forward.sums, forward.state, forward.row_state
+
+
+def gradients_of_weights(
+    tape: tf.GradientTape,
+    objective: tf.Tensor,
+    weights: Sequence[keras.Variable],
+    assigned: Sequence[AssignedWeight],
+) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    """Return the gradient of each weight; None if it has no influence.
+
+    As in plain Keras, that of a weight that the forward pass has ``assigned`` counts its old and its new values.
+    """
+    sources = [weight.value for weight in weights] + [each.value for each in assigned]
+    found = tape.gradient(objective, sources)
+    gradients = found[: len(weights)]
+    position_of = {id(weight): position for position, weight in enumerate(weights)}
+    for each, gradient in zip(assigned, found[len(weights) :], strict=True):
+        position = position_of[id(each.weight)]
+        parts = [part for part in (gradients[position], gradient) if part is not None]
+        if len(parts) == 2:
+            gradients[position] = tf.add_n([tf.convert_to_tensor(part) for part in parts])
+        elif parts:
+            gradients[position] = parts[0]
+    return gradients
 
 
 def _unpack(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:

@@ -32,6 +32,7 @@ from ringtrain.workloads.base import Workload
 
 Found = TypeVar("Found")
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+ROW_STATE = "row_state"  # kind of a variable's name
 SCALARS = (tf.TensorSpec([], tf.float64), EXTRA_SCALARS)
 
 
@@ -72,9 +73,7 @@ class TrainStep:
         # A static size spares gradients the check for broadcasts.
         self.usual_spec, size = batch_spec, local_batch_size
         if size is not None:
-            self.usual_spec = tf.nest.map_structure(
-                lambda spec: tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec, batch_spec
-            )
+            self.usual_spec = with_batch_size(batch_spec, size)
         self.not_compiled = ""
         self._trace_usual(workload, config, self.usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
         self.compiled = self.local_gradients.compiled
@@ -87,11 +86,28 @@ class TrainStep:
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
         """Fall back from XLA if it is optional."""
         self.local_gradients = LocalGradients(
-            workload, config, self.model, self.loss_scale, dtype=self._dtype, rank=rank, jit_compile=jit_compile
+            workload,
+            config,
+            self.model,
+            self.loss_scale,
+            dtype=self._dtype,
+            rank=rank,
+            jit_compile=jit_compile,
+            local_batch_size=self._local_batch_size,
         )
         # Of (batch, rate, extra scalars). Concrete: the choice among traces takes longer than a small step.
         self.train, structure = trace(self._train_samples, [spec, *SCALARS])
-        self._structure, self.state, self.metric_names = structure, structure.state, structure.metric_names
+        self._structure = structure
+        self.state = structure.state
+        self.row_state = structure.row_state
+        self.metric_names = structure.metric_names
+        assigned_weights = find_assigned_weights(structure, self.model)
+        if self.sharded is not None and assigned_weights:
+            path = assigned_weights[0].path
+            raise UsageError(
+                f"shard_optimizer is true, but the forward pass changes the weight {path}, of which each rank updates "
+                "only a piece. Leave --shard_optimizer out."
+            )
         if not jit_compile:
             return
         compiled, is_forced = self.local_gradients.compiled, config.jit_compile == "true"
@@ -133,6 +149,8 @@ class TrainStep:
 
     def _function_for(self, batch: Batch) -> Any:
         num_samples = batch.indices.shape[0]
+        if self.row_state and num_samples:
+            require_full_batch(num_samples, self.row_state)
         if num_samples == self._local_batch_size or (num_samples and self._local_batch_size is None):
             return self.train
         return self._train_any if num_samples or self.local_gradients.needs_every_rank else self._join
@@ -169,6 +187,11 @@ class TrainStep:
         """Whole sharded slots, on rank 0 only. Collective."""
         return self.sharded.gather(self.named_pieces) if self.sharded is not None else {}
 
+    @property
+    def named_row_state(self) -> dict[str, keras.Variable]:
+        """State of this rank's rows, such as that of stateful recurrent layers."""
+        return name_variables(**{ROW_STATE: [(variable.path, variable) for variable in self.row_state]})
+
     def share_values(self, collective: Collective, slots: Mapping[str, np.ndarray] | None = None) -> None:
         """Broadcast rank 0's values. Collective.
 
@@ -181,8 +204,14 @@ class TrainStep:
                 self.sharded.scatter(self.named_pieces, slots)
 
     def _name_all(self) -> dict[str, keras.Variable]:
+        weights = named_weights(self.model)
+        weight_ids = {id(variable) for _, variable in weights}
+        row_state_ids = {id(variable) for variable in self.row_state}
+        weights = [(path, variable) for path, variable in weights if id(variable) not in row_state_ids]
+        unlisted_state = [(v.path, v) for v in self.state if id(v) not in weight_ids]
         return name_variables(
-            weights=named_weights(self.model),
+            weights=weights,
+            state=unlisted_state,
             slots=named_slots(self.optimizer),
             averages=[(weight.path, average) for weight, average in self.averages.pairs],
             loss_scale=[(v.path, v) for v in self.loss_scale.variables],
@@ -241,7 +270,12 @@ class TrainStep:
         if not self._follows_schedule:  # MultiOptimizer has no rate itself
             learning_rate = getattr(self.optimizer, "optimizers", [self.optimizer])[0].learning_rate
 
+        weight_ids = {id(weight) for weight in find_assigned_weights(forward.structure, self.model)}
+
         def update() -> tf.Tensor:
+            for variable, value in zip(forward.structure.state, values, strict=True):
+                if id(variable) in weight_ids:  # the gradient is that of the changed weight
+                    variable.assign(value)
             if self._follows_schedule:
                 self.optimizer.learning_rate = learning_rate
             unscaled = self.loss_scale.unscale(gradients, scale)
@@ -251,7 +285,11 @@ class TrainStep:
                 self.optimizer.apply(unscaled, self.model.trainable_variables)
             self.averages.update(tf.convert_to_tensor(self.optimizer.iterations))
             for variable, value in zip(forward.structure.state, values, strict=True):
-                variable.assign(value)
+                if id(variable) not in weight_ids:
+                    variable.assign(value)
+            if forward.row_state:
+                for variable, value in zip(forward.structure.row_state, forward.row_state, strict=True):
+                    variable.assign(value)
             return tf.constant(True)
 
         updated = tf.cond(is_finite & (divergent == 0), update, lambda: tf.constant(False))
@@ -267,6 +305,33 @@ class TrainStep:
             divergent_state=divergent,
             communication_sec=communication_sec,
         )
+
+
+def find_assigned_weights(structure: StepStructure, model: keras.Model) -> list[keras.Variable]:
+    """Return trained weights that the forward pass changes, as spectral normalization does."""
+    trained_ids = {id(weight) for weight in model.trainable_variables}
+    return [variable for variable in structure.state if id(variable) in trained_ids]
+
+
+def with_batch_size(batch_spec: Batch, size: int) -> Batch:
+    """Return the specification of batches of exactly ``size`` samples."""
+
+    def with_size(spec: Any) -> Any:
+        return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
+
+    return tf.nest.map_structure(with_size, batch_spec)
+
+
+def require_full_batch(num_samples: int, row_state: Sequence[keras.Variable]) -> None:
+    """Raise UsageError, by the layer's name, for a batch without a sample for each row."""
+    for variable in row_state:
+        num_rows = variable.shape[0]
+        if num_samples != num_rows:
+            raise UsageError(
+                f"a batch has {num_samples} samples, but {variable.path} holds the state of {num_rows} rows, one for "
+                f"each sample of a batch: the last batch of the data is smaller, for example. Give batches of "
+                f"{num_rows} samples on each rank only, or use the layer with stateful=False."
+            )
 
 
 def trace(function: Callable[..., tuple[Any, Found]], signature: Sequence[Any]) -> tuple[Any, Found]:

@@ -23,11 +23,13 @@ from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.rules import list_first
 from ringtrain.run.directory import RunDirectoryError
 from ringtrain.runtime.activity import Phase, set_phase
+from ringtrain.step.assignments import keeping_values
 from ringtrain.step.report import StepReport, shortest
 from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job
 from ringtrain.training.plan import place_of_data
+from ringtrain.training.row_state import gather_row_state
 from ringtrain.training.session import MAX_IMAGES, RunSession, explaining
 
 PROFILE_DIRECTORY = "profile"
@@ -137,7 +139,7 @@ class Evaluate(Action):
             source = self._job.evaluation.source
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
             x, y = source.gather_good(shown)[1:] if is_fallible(source) else source.gather(shown)
-            with alone():
+            with alone(), keeping_values(self._job.step.row_state):
                 self._session.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
 
 
@@ -155,7 +157,9 @@ class Save(Action):
 
 def gather_state(job: Job, session: RunSession, step: int) -> dict[str, np.ndarray]:
     """Check all values; record each rank's pipeline; return whole sharded slots, on rank 0. Collective."""
-    require_finite_values(job.step.named_variables | job.step.named_pieces, job.collective, step=step)
+    row_state = job.step.named_row_state
+    checked = job.step.named_variables | job.step.named_pieces | row_state
+    require_finite_values(checked, job.collective, step=step)
     session.progress.samples_seen = job.batches.samples_before(step)
     place = job.batches.state_before(step)
     if place is not None:  # on all ranks
@@ -163,7 +167,7 @@ def gather_state(job: Job, session: RunSession, step: int) -> dict[str, np.ndarr
         places = all_gather_object(job.collective, mine, name="places")
         # create_batches takes the states of all ranks, or rank 0's if the stream is shared.
         session.progress.places = [(at, state, where) for at, state, where in places if state]
-    return job.step.gather_shared_out()
+    return job.step.gather_shared_out() | gather_row_state(job.collective, row_state)
 
 
 class CheckReplicas(Action):

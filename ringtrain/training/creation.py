@@ -22,7 +22,7 @@ from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.runtime.private import exclude_paths_from_decay
 from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.state import is_integer_or_bool
-from ringtrain.step.train_step import TrainStep, set_precision
+from ringtrain.step.train_step import TrainStep, set_precision, with_batch_size
 from ringtrain.training.evaluation import EvalStep, Evaluation, evaluation_batches
 from ringtrain.workloads.base import Workload
 
@@ -181,12 +181,16 @@ def create_evaluation(
             skips_bad=config.on_bad_sample == "skip",
         )
         require_same_structure(workload, batch_spec, batches.element_spec)
+        eval_spec = batches.element_spec
+        if step.row_state:  # a model with a fixed batch size takes no other
+            eval_spec = with_batch_size(eval_spec, step.row_state[0].shape[0])
         eval_step = EvalStep(
             workload=workload,
             model=step.model,
             averages=step.averages,
             collective=collective,
-            batch_spec=batches.element_spec,
+            batch_spec=eval_spec,
+            row_state=step.row_state,
         )
         evaluation = Evaluation(eval_step, source, batches)
     names = ("loss", "data_loss", *(step if evaluation is None else evaluation.step).metric_names)

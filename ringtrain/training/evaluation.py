@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.world import World
 from ringtrain.step.optimizers import WeightAverages
-from ringtrain.step.train_step import trace
+from ringtrain.step.train_step import require_full_batch, trace
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
@@ -59,6 +59,7 @@ def evaluate(
 
     The report is equal on all ranks; None if any was asked to stop.
     """
+    eval_step.begin()
     sums = np.zeros(2 + len(eval_step.metric_names))
     read: list[np.ndarray] = []
     takes_long = not eval_step.was_called
@@ -121,8 +122,17 @@ class EvalStep:
         averages: WeightAverages,
         collective: Collective,
         batch_spec: Batch,
+        row_state: Sequence[keras.Variable] = (),
     ) -> None:
+        """``row_state``: of the training step, which an evaluation leaves unchanged."""
         self.was_called = False
+        self._row_state = list(row_state)
+        # An evaluation has its own rows, from the first values of the model on.
+        self._first_rows = [variable.numpy() for variable in row_state]
+        self._own_rows = [
+            keras.Variable(rows, dtype=variable.dtype, trainable=False, name=variable.name)
+            for rows, variable in zip(self._first_rows, row_state, strict=True)
+        ]
         self._workload, self._model, self._averages, self._collective = workload, model, averages, collective
         self._needs_every_rank = needs_every_rank(workload, model)
         signature = [batch_spec, tf.TensorSpec([], tf.float64)]
@@ -132,10 +142,18 @@ class EvalStep:
 
     def __call__(self, batch: Batch, is_stop_wanted: bool) -> np.ndarray:
         """Sum over all ranks: [stop_votes, samples, data_loss, *metrics], float64. Collective."""
+        num_samples = batch.indices.shape[0]
+        if num_samples:
+            require_full_batch(num_samples, self._row_state)
         step = self._evaluate if batch.indices.shape[0] or self._needs_every_rank else self._join
         sums = step(batch, tf.constant(is_stop_wanted, tf.float64)).numpy()
         self.was_called = True
         return sums
+
+    def begin(self) -> None:
+        """Reset the rows of stateful layers. Call it before an evaluation."""
+        for own, rows in zip(self._own_rows, self._first_rows, strict=True):
+            own.assign(rows)
 
     def regularization(self) -> float:
         with self._averaged_weights():
@@ -143,12 +161,16 @@ class EvalStep:
 
     def _averaged_weights(self) -> keras.StatelessScope:
         """In this scope the model reads the averages; its weights keep their values."""
-        return keras.StatelessScope([(weight, average.value) for weight, average in self._averages.pairs])
+        values = [(weight, average.value) for weight, average in self._averages.pairs]
+        values += [(variable, own.value) for variable, own in zip(self._row_state, self._own_rows, strict=True)]
+        return keras.StatelessScope(values)
 
     def _sum_samples(self, batch: Batch, stop_votes: tf.Tensor) -> tuple[tf.Tensor, tuple[str, ...]]:
         """Return sums over all ranks, and the names of the metrics."""
-        with self._averaged_weights():
+        with self._averaged_weights() as scope:
             outputs = call_model(self._workload, self._model, batch.x, training=False)
+        for variable, own in zip(self._row_state, self._own_rows, strict=True):
+            own.assign(scope.get_current_value(variable))
         losses, metrics = per_sample(self._workload, batch.y, outputs)
         names = tuple(sorted(metrics))
         values = [tf.ones_like(losses), losses, *(metrics[name] for name in names)]

@@ -31,6 +31,7 @@ from ringtrain.guard.preflight import (
 from ringtrain.messages.defects import describe_defect
 from ringtrain.run.resume import Progress, Start
 from ringtrain.runtime.activity import Phase, set_phase
+from ringtrain.step.assignments import states_of_stateful_layers
 from ringtrain.step.many_steps import ManySteps
 from ringtrain.step.times import StepTimes
 from ringtrain.step.train_step import TrainStep
@@ -44,6 +45,7 @@ from ringtrain.training.creation import (
 )
 from ringtrain.training.evaluation import EvalReport, Evaluation, evaluate
 from ringtrain.training.plan import Plan, create_batches, own_augment, plan_steps
+from ringtrain.training.row_state import require_full_batches, require_same_size
 from ringtrain.workloads.base import Sources, Workload
 
 FRESH = Start(path="")
@@ -111,12 +113,16 @@ def create_job(
     batches = create_batches(*given, num_threads=num_threads)
     set_phase(Phase.COMPILE, takes_long=True)
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
+    for state in states_of_stateful_layers(model):
+        require_same_size(state.path, start.size, collective.world.size)
     adapt_model(model)
 
     def trace() -> tuple[TrainStep, Evaluation | None]:
         chosen = optimizer() if optimizer else choose_optimizer(workload, config, plan.learning_rate(0))
         spec = batches.element_spec
         step = create_step(workload, config, collective, model, chosen, spec, plan.order, in_groups=in_groups)
+        world = collective.world
+        require_full_batches(step.row_state, plan.order, rank=world.rank, size=world.size)
         size, given = plan.order.global_batch_size, (workload, config, step, sources.evaluation, collective, spec)
         return step, create_evaluation(*given, global_batch_size=size, num_threads=num_threads)
 
@@ -168,6 +174,7 @@ def describe_job(job: Job) -> dict[str, str | list[str]]:
     """Facts that must be equal on all ranks."""
     spec, order, optimizer = job.batches.element_spec, job.plan.order, job.step.optimizer
     settings = flatten_settings(optimizer.get_config())
+    named = job.step.named_variables | job.step.named_row_state
     return {
         "seed": str(order.seed),
         "steps per epoch": str(order.steps_per_epoch),
@@ -179,7 +186,7 @@ def describe_job(job: Job) -> dict[str, str | list[str]]:
         "metric of the evaluation": list(job.evaluation.step.metric_names if job.evaluation else ()),
         "optimizer": type(optimizer).__name__,
         "setting of the optimizer": [f"{name}={plain(value)}" for name, value in settings.items()],
-        "variable": [f"{name} {v.dtype} {list(v.shape)}" for name, v in job.step.named_variables.items()],
+        "variable": [f"{name} {v.dtype} {list(v.shape)}" for name, v in named.items()],
         "setting of the layers": describe_layers(job.step.model),
     }
 

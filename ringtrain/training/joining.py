@@ -33,6 +33,7 @@ from ringtrain.runtime.machine import claim_cores, read_machine
 from ringtrain.runtime.run_record import record_end
 from ringtrain.runtime.segments import remove_dead_segments
 from ringtrain.runtime.world import World
+from ringtrain.training.connection import keep_connection, kept_connection
 from ringtrain.training.ending import end_values, report_error
 from ringtrain.watchdog.thread import Watchdog
 
@@ -89,8 +90,13 @@ def needs_of(config: Config, world: World, workload_class: type[Workload] | None
 
 
 @contextlib.contextmanager
-def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[Collective, Watchdog]]:
-    """Join the other ranks under a watchdog; leave at once if only this rank failed, as they would wait."""
+def joined(
+    prepared: Prepared, world: World, *, command: str, keeps_connection: bool = False
+) -> Iterator[tuple[Collective, Watchdog]]:
+    """Join the other ranks under a watchdog; leave at once if only this rank failed, as they would wait.
+
+    ``keeps_connection``: for further runs of this process, until the program ends.
+    """
     from ringtrain.collectives.connect import connect, require_working_sums, with_native_sums
     from ringtrain.collectives.context import use_collective
     from ringtrain.guard.preflight import require_same_start
@@ -99,20 +105,32 @@ def joined(prepared: Prepared, world: World, *, command: str) -> Iterator[tuple[
     config = prepared.config
     shutdown.allow(config.exit_timeout, f"rank {world.rank} on {world.node}")
     with watched(config, world) as watchdog:
-        collective = connect(config.backend, world)
+        kept = kept_connection()
+        collective = connect(config.backend, world) if kept is None else kept.collective
         try:
             require_same_start(collective, config, command=command, environ=os.environ)
-            require_working_sums(collective, own_gpu())
-            collective = with_native_sums(collective, config.backend)
+            if kept is None:
+                require_working_sums(collective, own_gpu())
+                collective = with_native_sums(collective, config.backend)
+            else:
+                kept.require_backend(config.backend)
+            if kept is None and keeps_connection:
+                kept = keep_connection(collective, config.backend)
             watchdog.meet(collective)
             with use_collective(collective), shutdown.ending_forked():
                 yield collective, watchdog
         except BaseException as error:
             leave_by(error, collective, watchdog)
-            collective.close()
+            if kept is None:
+                collective.close()
+            else:
+                kept.note_end(error.exit_code if isinstance(error, RingtrainError) else 1)
             raise
         watchdog.begin_leaving(0)
-        collective.close()
+        if kept is None:
+            collective.close()
+        else:
+            kept.note_end(0)
 
 
 def leave_by(error: BaseException, collective: Collective, watchdog: Watchdog, *, is_agreed: bool = True) -> None:

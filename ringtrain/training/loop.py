@@ -34,6 +34,7 @@ from ringtrain.training.evaluation import EvalReport
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.joining import Prepared
 from ringtrain.training.nonfinite import NonfiniteGuard
+from ringtrain.training.row_state import restore_row_state
 from ringtrain.training.saving import restore
 from ringtrain.training.session import RunSession
 from ringtrain.training.weights import take_weights
@@ -102,6 +103,13 @@ def set_initial_values(job: Job, session: RunSession) -> None:
         session.console.line(line)
     slots = checkpoint.variables if checkpoint is not None else {}
     job.step.share_values(job.collective, slots if is_restored else None)
+    if is_restored:
+        restore_row_state(
+            job.collective,
+            job.step.named_row_state,
+            checkpoint,
+            former_size=session.start.size or job.collective.world.size,
+        )
 
 
 def describe(job: Job, session: RunSession) -> None:

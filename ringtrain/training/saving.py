@@ -25,6 +25,7 @@ from ringtrain.run.resume import Progress
 from ringtrain.run.store import find_best, step_name, tidy, write_checkpoint
 from ringtrain.run.variables import describe_difference
 from ringtrain.training.job import Job
+from ringtrain.training.row_state import without_row_state
 
 
 class CheckpointWriter:
@@ -142,7 +143,8 @@ def restore(job: Job, checkpoint: Checkpoint) -> None:
                 f"{value}. Give the data and the workload that the run began with, or start a new run with "
                 "--resume never."
             )
-    set_values(job.step.named_variables, checkpoint.variables, shared_out=job.step.shapes_of_shared_out)
+    variables = without_row_state(checkpoint.variables)
+    set_values(job.step.named_variables, variables, shared_out=job.step.shapes_of_shared_out)
 
 
 def set_values(

@@ -37,14 +37,20 @@ if TYPE_CHECKING:
     from ringtrain.training.session import RunSession
 
 
-def prepare_and_train(prepare: Callable[[], Prepared], world: World) -> Result | None:
-    """Prepare, join, open the run directory and train; handle requests to stop throughout."""
+def prepare_and_train(
+    prepare: Callable[[], Prepared], world: World, *, keeps_connection: bool = False
+) -> Result | None:
+    """Prepare, join, open the run directory and train; handle requests to stop throughout.
+
+    ``keeps_connection``: for further runs of this process.
+    """
     with StopRequests() as requests:
         requests.at_early_end(lambda reason, exit_code: report_error(early_end(reason, exit_code), world))
         prepared = prepare()
         if world.launcher != "no launcher" and not prepared.config.detached:
             requests.watch_launcher(is_joining=True)
-        with joined(prepared, world, command="train") as (collective, watchdog):
+        joins = joined(prepared, world, command="train", keeps_connection=keeps_connection)
+        with joins as (collective, watchdog):
             from ringtrain.training.loop import train
 
             lines = describe_start(collective, prepared.plan, prepared.device)

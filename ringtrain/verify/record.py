@@ -21,6 +21,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.guard.preflight import draws
 from ringtrain.messages.defects import describe_defect, find_users_place
+from ringtrain.step.assignments import states_of_stateful_layers
 from ringtrain.step.report import StepReport
 from ringtrain.step.state import is_integer_or_bool
 from ringtrain.step.train_step import TrainStep, set_precision
@@ -137,6 +138,7 @@ def create_recorded_job(
     def adapt(model: keras.Model) -> None:
         if not trial.is_lossy:
             set_precision(config.precision)  # create_model may have set another
+        refuse_row_state(states_of_stateful_layers(model))
         nonlocal layer_notes
         layer_notes = make_comparable(model, freezes=freezes)
         notes.extend(f"{name}: {NEVER_CALLED}" for name in find_own_steps(model))
@@ -151,6 +153,7 @@ def create_recorded_job(
             optimizer=functools.partial(keras.optimizers.SGD, 1.0) if trial.is_plain else None,
             in_groups=trial.in_groups,
         )
+    refuse_row_state(job.step.row_state)
     if trial.lossy:
         notes.append(f"{trial.lossy}: what it rounds grows from step to step, so that one step of it is compared")
     if config.accumulate > 1 and workload.needs_every_rank:
@@ -170,6 +173,16 @@ def create_recorded_job(
         fill_with_noise(job.step.variables, seed=collective.world.rank)
     job.step.share_values(collective)
     return job, layer_notes + notes
+
+
+def refuse_row_state(row_state: Sequence[keras.Variable]) -> None:
+    """Raise UsageError for a model whose batches continue the rows of earlier ones."""
+    if row_state:
+        raise UsageError(
+            f"{row_state[0].path} holds the state of the rows of each rank's batches, and these are other rows in "
+            "each world size: nothing can be compared. To verify the rest of the model, create the layer with "
+            "stateful=False for this."
+        )
 
 
 @contextlib.contextmanager

@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.eager.record import should_record_backprop
-from tensorflow.python.ops.resource_variable_ops import variable_accessed
 
 from ringtrain.collectives import Collective, connect
 from ringtrain.collectives.consistency import requiring_same_inputs
 from ringtrain.collectives.differentiable import Tensors, add, gather, is_differentiable, take_and_spread, unique_name
 from ringtrain.errors import UsageError
 from ringtrain.runtime.devices import uses_horovod
+from ringtrain.runtime.private import are_recorded, call_with_captures, note_read
 from ringtrain.runtime.world import World, read_world
 
 RULES = ("concat", "mean", "sum")
@@ -125,7 +124,7 @@ def _run(fn: Callable[..., Any], inputs: Any, combine: Any, collective: Collecti
         trace = _trace(fn, tf.nest.pack_sequence_as(inputs, leaves), traces)
         rules = _rules_of(combine, trace.structured_outputs)
         _check_outputs(rules, trace, tensors, collective.world.size)
-        outputs = trace._call_flat(*_prepare(tensors, trace, share, collective, f"{name}/inputs"))
+        outputs = call_with_captures(trace, *_prepare(tensors, trace, share, collective, f"{name}/inputs"))
     with tf.control_dependencies(checks):
         parts = [tf.identity(output) for output in tf.nest.flatten(outputs)]
     return tf.nest.pack_sequence_as(outputs, _combine(parts, rules, share, collective, name))
@@ -231,7 +230,7 @@ def _prepare(inputs: Tensors, trace: Any, share: _Share, collective: Collective,
         return whole[share.run_start : share.run_end]
 
     for variable in trace.graph.variables:
-        variable_accessed(variable)  # tapes otherwise notice a variable only when it is read
+        note_read(variable)  # tapes otherwise notice a variable only when it is read
     frozen = {id(variable.handle) for variable in trace.graph.variables if not variable.trainable}
     captures = list(trace.captured_inputs)
     taken = [i for i, tensor in enumerate(inputs) if _may_need_gradient(tensor, is_frozen=False)]
@@ -250,7 +249,7 @@ def _may_need_gradient(tensor: tf.Tensor, *, is_frozen: bool) -> bool:
     """True if a tape watches it or, in a graph, an outer tape may."""
     if not is_differentiable(tensor):
         return False
-    return should_record_backprop([tensor]) or not (tf.executing_eagerly() or is_frozen)
+    return are_recorded(tensor) or not (tf.executing_eagerly() or is_frozen)
 
 
 def _check_words(combine: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ringtrain.runtime.private import mark_operation
 from ringtrain.runtime.world import World
 
 if TYPE_CHECKING:
@@ -137,5 +138,5 @@ def mark_collective(outputs: list[tf.Tensor], name: str) -> list[tf.Tensor]:
     import tensorflow as tf
 
     if not tf.executing_eagerly():
-        outputs[0].op._set_attr(MARK, tf.compat.v1.AttrValue(s=name.encode()))
+        mark_operation(outputs[0].op, MARK, name.encode())
     return outputs

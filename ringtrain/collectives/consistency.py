@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context, executor
 
 from ringtrain.collectives.base import Collective
 from ringtrain.collectives.differentiable import gather
@@ -21,6 +20,7 @@ from ringtrain.collectives.objects import all_gather_object
 from ringtrain.errors import UsageError
 from ringtrain.messages.ranks import group_ranks, name_ranks
 from ringtrain.messages.rules import shorten
+from ringtrain.runtime.private import asynchronous_executor, executor_scope
 
 Inputs = Sequence[tuple[str, Any]]  # labels with tensors [n, ...], or other objects
 
@@ -44,7 +44,7 @@ def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> 
     else:
         with tf.device(CPU):
             mine = _what_travels(inputs)
-            with context.executor_scope(_beside()):
+            with executor_scope(_beside()):
                 on_ranks = _exchange(collective)(mine)
         try:
             yield []
@@ -56,7 +56,7 @@ def requiring_same_inputs(inputs: Inputs, collective: Collective, name: str) -> 
 
 @functools.cache
 def _beside() -> Any:
-    return executor.new_executor(enable_async=True)
+    return asynchronous_executor()
 
 
 @functools.cache

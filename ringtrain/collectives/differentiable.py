@@ -25,6 +25,7 @@ import tensorflow as tf
 from ringtrain.collectives.base import Collective
 from ringtrain.collectives.context import current_collective
 from ringtrain.collectives.gradients import GradientReduction, by_type
+from ringtrain.runtime.private import handle_data_of
 
 Tensors = list[tf.Tensor]
 BRANCH_GRAPHS = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
@@ -174,7 +175,7 @@ def take_and_spread(
 def is_differentiable(tensor: tf.Tensor) -> bool:
     dtype = tensor.dtype
     if dtype == tf.resource:
-        data = getattr(tensor, "_handle_data", None)
+        data = handle_data_of(tensor)
         if data is None or not data.is_set or len(data.shape_and_type) != 1:
             return False  # such as a table
         dtype = tf.as_dtype(data.shape_and_type[0].dtype)

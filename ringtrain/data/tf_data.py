@@ -17,6 +17,13 @@ from ringtrain.data.sources import Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.log import LOG
+from ringtrain.runtime.private import (
+    argument_of_dataset,
+    dataset_of_iterator,
+    has_argument,
+    inputs_of_dataset,
+    resource_of_iterator,
+)
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -132,16 +139,18 @@ def without_tuner(dataset: Any, state: bytes = b"") -> Any:
 
 
 def tunes_reads(dataset: tf.data.Dataset) -> bool:
-    calls = getattr(dataset, "_num_parallel_calls", None) if hasattr(dataset, "_cycle_length") else None
-    return (calls is not None and int(calls) < 0) or any(map(tunes_reads, dataset._inputs()))
+    calls = argument_of_dataset(dataset, "num_parallel_calls") if has_argument(dataset, "cycle_length") else None
+    return (calls is not None and int(calls) < 0) or any(map(tunes_reads, inputs_of_dataset(dataset)))
 
 
 def buffered_bytes(dataset: tf.data.Dataset) -> float:
     """Return infinity if unbounded."""
-    inputs = dataset._inputs()
-    if getattr(dataset, "_filename", None) is not None and not dataset._filename.numpy():
+    inputs = inputs_of_dataset(dataset)
+    file_name = argument_of_dataset(dataset, "filename")
+    if file_name is not None and not file_name.numpy():
         return math.inf  # an in-memory cache is part of the state
-    operations = dataset._map_func.function.graph.get_operations() if hasattr(dataset, "_map_func") else ()
+    map_function = argument_of_dataset(dataset, "map_func")
+    operations = map_function.function.graph.get_operations() if map_function else ()
     if any(operation.type.startswith(("ShuffleDataset", "CacheDataset")) for operation in operations):
         return math.inf  # per file, in interleave()
     num_bytes, length = 0.0, _buffer_length(dataset)
@@ -161,21 +170,21 @@ def count_ahead(dataset: tf.data.Dataset) -> int:
 
 def _count_ahead(dataset: tf.data.Dataset) -> int:
     lengths = [
-        getattr(dataset, "_num_parallel_calls", None),
+        argument_of_dataset(dataset, "num_parallel_calls"),
         _buffer_length(dataset) if _is_prefetch(dataset) else None,
     ]
     known = [int(length) for length in lengths if length is not None]
     mine = sum(length if length >= 0 else MOST_READ_AHEAD for length in known)
-    return mine + sum(map(_count_ahead, dataset._inputs()))
+    return mine + sum(map(_count_ahead, inputs_of_dataset(dataset)))
 
 
 def _buffer_length(dataset: tf.data.Dataset) -> Any:
     """Return that of a shuffle or a prefetch; readers of files have one in bytes."""
-    return getattr(dataset, "_buffer_size", None) if hasattr(dataset, "_input_dataset") else None
+    return argument_of_dataset(dataset, "buffer_size") if has_argument(dataset, "input_dataset") else None
 
 
 def _is_prefetch(dataset: tf.data.Dataset) -> bool:
-    return hasattr(dataset, "_buffer_size") and not hasattr(dataset, "_seed")
+    return has_argument(dataset, "buffer_size") and not has_argument(dataset, "seed")
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
@@ -187,7 +196,7 @@ def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
         is_number = isinstance(part, tf.TensorSpec) and part.dtype not in (tf.string, tf.variant, tf.resource)
         is_known = is_number and part.shape.rank is not None and None not in part.shape[1:]
         of_one += math.prod(rows if n is None else n for n in part.shape) * part.dtype.size if is_known else math.inf
-    tensors = getattr(dataset, "_tensors", ())
+    tensors = argument_of_dataset(dataset, "tensors") or ()
     if not tensors or any(tensor.dtype == tf.variant for tensor in tensors):  # for example ragged
         return elements * of_one
     arrays = list(map(np.asarray, tensors))
@@ -197,9 +206,9 @@ def _bytes_of(dataset: tf.data.Dataset, elements: float) -> float:
 
 def _batch_size(dataset: tf.data.Dataset) -> float:
     """Use the last ``batch()``, which shapes lack; infinity without one."""
-    if (size := getattr(dataset, "_batch_size", None)) is not None:
+    if (size := argument_of_dataset(dataset, "batch_size")) is not None:
         return int(size)
-    return max(map(_batch_size, dataset._inputs()), default=math.inf)
+    return max(map(_batch_size, inputs_of_dataset(dataset)), default=math.inf)
 
 
 def read_iterator_state(iterator: Any) -> bytes:
@@ -213,9 +222,9 @@ def read_iterator_state(iterator: Any) -> bytes:
         return b""
     try:
         state = tf.raw_ops.SerializeIterator(
-            resource_handle=iterator._iterator_resource, external_state_policy=FAILS_IF_STATEFUL
+            resource_handle=resource_of_iterator(iterator), external_state_policy=FAILS_IF_STATEFUL
         )
-        is_tuned = iterator._dataset.options().autotune.enabled is not False
+        is_tuned = dataset_of_iterator(iterator).options().autotune.enabled is not False
         return (TUNED if is_tuned else UNTUNED) + bytes(tf.io.serialize_tensor(state).numpy())
     except (AttributeError, tf.errors.OpError):
         return b""
@@ -229,7 +238,7 @@ def set_iterator_state(iterator: Any, state: bytes) -> None:
         iterator.set_state(state[1:] if state.startswith(AS_BYTES) else json.loads(state[1:]))
         return
     serialized = tf.io.parse_tensor(state[1:], tf.variant)
-    tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=serialized)
+    tf.raw_ops.DeserializeIterator(resource_handle=resource_of_iterator(iterator), serialized=serialized)
 
 
 def from_dataset(

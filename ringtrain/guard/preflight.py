@@ -26,6 +26,7 @@ from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.messages.defects import INSTALLED, is_users_own
 from ringtrain.messages.ranks import group_ranks, name_ranks
+from ringtrain.runtime.private import all_layers, seed_generators_of
 
 if TYPE_CHECKING:
     import keras
@@ -293,7 +294,7 @@ def describe_layers(model: keras.Model, is_own: Callable[[keras.Layer], bool] = 
     import keras
 
     containers = (keras.Sequential, keras.Model, keras.layers.InputLayer)  # their layers are listed separately
-    layers = [layer for layer in model._flatten_layers() if not isinstance(layer, containers)]
+    layers = [layer for layer in all_layers(model) if not isinstance(layer, containers)]
     return [
         f"{type(layer).__name__} (layer {number}): {setting}"
         for number, layer in enumerate(layers, 1)
@@ -305,7 +306,7 @@ def describe_layers(model: keras.Model, is_own: Callable[[keras.Layer], bool] = 
 def draws(layer: keras.Layer) -> bool:
     """True if a layer draws random numbers; Keras' then have seed generators."""
     rates = [getattr(layer, name) for name in ("dropout", "recurrent_dropout") if hasattr(layer, name)]
-    return bool(layer._seed_generators) and (not rates or any(rates))
+    return bool(seed_generators_of(layer)) and (not rates or any(rates))
 
 
 def _config_of(layer: keras.Layer) -> Mapping[str, Any]:

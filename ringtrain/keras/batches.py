@@ -20,7 +20,7 @@ from ringtrain.errors import DataError
 from ringtrain.keras.rank_state import Arrays, generator_states, set_generator_states
 from ringtrain.messages.log import LOG
 from ringtrain.runtime import activity
-from ringtrain.runtime.private import skip_epochs_of_shuffle
+from ringtrain.runtime.private import count_steps, current_iterator_of, dataset_of_iterator, skip_epochs_of_shuffle
 
 MAX_STATE_BYTES = 16 * 2**20  # each save sends it to rank 0; larger ones (a buffer of shuffled images) are read again
 GENERATORS = "generators/"
@@ -67,12 +67,12 @@ class Batches:
         return {"data": np.frombuffer(position, np.uint8), **named}
 
     def _is_within(self, batches: int) -> bool:
-        return bool(batches) or (self._is_one_for_all and self._data._current_iterator is self._iterator)
+        return bool(batches) or (self._is_one_for_all and current_iterator_of(self._data) is self._iterator)
 
     def _read_position(self, batches: int) -> bytes:
         if self._iterator is None or not self._is_within(batches):
             return b""
-        dataset = getattr(self._iterator, "_dataset", None)
+        dataset = dataset_of_iterator(self._iterator)
         if dataset is None or buffered_bytes(dataset) > MAX_STATE_BYTES:  # serializing it may use all memory
             return b""
         # A shuffle that has read to its end saves no seeds for the next passes: see _draw_earlier_seeds.
@@ -110,7 +110,7 @@ class Batches:
             first, iterator = numbers[0], numbers[-1]
             if iterator is not self._iterator:
                 self._iterator, self._state = iterator, b""
-                data._steps_seen += before
+                count_steps(data, before)
                 if state:
                     self._restore(iterator, state)
                 else:

@@ -27,6 +27,7 @@ from ringtrain.keras.fit_state import built_optimizers
 from ringtrain.keras.guards import say_once
 from ringtrain.keras.merged_metrics import count_samples, read_metric_states, read_results, scalars, watch_metrics
 from ringtrain.keras.run import Run as Run
+from ringtrain.runtime.private import learning_rate_of
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -269,7 +270,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _set_learning_rate(self, epoch: float) -> None:
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        if not isinstance(optimizer._learning_rate, keras.Variable):
+        if not isinstance(learning_rate_of(optimizer), keras.Variable):
             raise UsageError(
                 f"the optimizer {optimizer.name!r} has its own schedule as its learning rate, which "
                 f"{type(self).__name__} cannot change. Create the optimizer with a number, or leave the callback out."

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ringtrain.errors import UsageError
 from ringtrain.keras.exchange import Accumulation, Exchange, Settings
+from ringtrain.runtime.private import weights_of_optimizer
 from ringtrain.step.optimizers import FUSED_UPDATES
 
 NAMES = ("LossScaleOptimizer", "MultiOptimizer")  # optimizers around others; the second since Keras 3.15
@@ -90,7 +91,7 @@ def apply_reduced(
     """
     if not gradients:
         return
-    variables = list(optimizer._trainable_variables if variables is None else variables)
+    variables = list(weights_of_optimizer(optimizer) if variables is None else variables)
     reduced = distributed.exchange.reduce(gradients, variables)
     accumulation = distributed._agg_helper
 

@@ -38,6 +38,7 @@ from ringtrain.run.held_variables import (
     find_variables,
     variable_id,
 )
+from ringtrain.runtime.private import count_steps
 
 # In an error of a failed sum: the operation, or a library below Horovod.
 LOST_SIGNS = (*causes.LOST_SIGNS, "Horovod", "gloo/", "NCCL")
@@ -254,7 +255,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         try:
             for numbers in plain():
                 if numbers[0] == 0:
-                    data._steps_seen += done  # count them, so that data that end with the epoch restart with it
+                    count_steps(data, done)  # count them, so that data that end with the epoch restart with it
                 yield numbers
         finally:
             data.steps_per_epoch = params["steps"] = steps

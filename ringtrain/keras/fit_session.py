@@ -42,7 +42,7 @@ from ringtrain.messages.ranks import name_ranks
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.variables import broadcast_variables
 from ringtrain.runtime.activity import Note, Phase, set_phase
-from ringtrain.runtime.private import build_symbolically
+from ringtrain.runtime.private import begin_fit_at_epoch, build_symbolically, metrics_result_or_logs
 from ringtrain.runtime.world import read_world
 from ringtrain.training.creation import warn_of_best
 from ringtrain.training.saving import set_values
@@ -153,7 +153,7 @@ class FitSession:
         """Each rank's own state is restored only by as many ranks."""
         progress, size = self._progress, self._collective.world.size
         if self._is_complete:
-            self.model._initial_epoch = self._config.epochs
+            begin_fit_at_epoch(self.model, self._config.epochs)
             return
         self._resumed = scatter_arrays(self._collective, named, former_size=self._start.size or 0)
         place = Position(progress.epochs_done, progress.batches_done, self.step)
@@ -164,7 +164,7 @@ class FitSession:
                     f"{progress.epochs_done + 1} starts again with its weights"
                 )
             progress.batches_done, place = 0, Position(progress.epochs_done)
-        self.model._initial_epoch = progress.epochs_done
+        begin_fit_at_epoch(self.model, progress.epochs_done)
         TrainingGuard.batches_before = progress.batches_done
         self.batches.begin_at(place, self._resumed)
         of_data = ("data", GENERATORS)
@@ -295,7 +295,7 @@ class FitSession:
 
     def close(self) -> None:
         Exchange.votes = None
-        self.model._initial_epoch = None
+        begin_fit_at_epoch(self.model, None)
         self._session.requests.end_training()  # before a lost rank is waited for
 
     def _leave(self) -> None:
@@ -322,7 +322,7 @@ class FitSession:
         self._require_finite()
         own = own_of(self.model) | self._held.changed(self._variables) | counts_of(self._others)
         if self._progress.batches_done and self._steps_of_epoch is None:  # a resume may find no batch left
-            logs = self.model._get_metrics_result_or_logs(self._last_logs)
+            logs = metrics_result_or_logs(self.model, self._last_logs)
             arrays = {f"logs/{name}": np.asarray(value) for name, value in logs.items()}
             own |= {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
         own |= self._log.own()

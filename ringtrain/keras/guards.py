@@ -42,6 +42,7 @@ from ringtrain.run.held_variables import COMPILED_OPTIMIZER, find_optimizers
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
 from ringtrain.runtime.devices import own_gpu
+from ringtrain.runtime.private import all_layers
 
 
 def check_distributed(optimizer: Any, gradients: Sequence[Any]) -> None:
@@ -289,7 +290,7 @@ COMPILED_REMEDY = "Compile the same model with the same optimizer on every rank:
 
 def describe_compiled(model: keras.Model) -> dict[str, Any]:
     """Return facts of the compiled model that are equal on all ranks, by the words of a message."""
-    policies = sorted({layer.dtype_policy.name for layer in model._flatten_layers()})
+    policies = sorted({layer.dtype_policy.name for layer in all_layers(model)})
     facts: dict[str, Any] = {"optimizers": "", "learning rates": None, "dtype policies": ", ".join(policies)}
     for path, outer in find_optimizers(model).items():
         inner = getattr(outer, "inner_optimizer", None)

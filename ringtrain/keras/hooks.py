@@ -43,6 +43,7 @@ from ringtrain.keras.elastic import CommitStateCallback, UpdateBatchStateCallbac
 from ringtrain.keras.guards import TrainingGuard, check_distributed, first_batches
 from ringtrain.keras.run import Run
 from ringtrain.keras.writers import refuse_with_run, restoring_silenced
+from ringtrain.runtime.private import all_layers, element_spec_of, forbid_asynchronous_callbacks
 from ringtrain.step.compiled import CompiledFunction
 from ringtrain.step.local_gradients import with_known_rows
 
@@ -108,7 +109,7 @@ def _create_callback_list(plain: Any, callback_list: Any, callbacks: Any = None,
         guard = TrainingGuard(has_audit=has_audit, callbacks=listed)
         guard.set_model(callback_list.model)
         guard.set_params(callback_list.params)
-        callback_list._async_train = callback_list._async_test = False  # else batches may be counted out of order
+        forbid_asynchronous_callbacks(callback_list)
         listed.insert(0, guard)  # First: its checks must not wait for other callbacks' collectives.
         # Last: others may evaluate when an epoch begins.
         listed.append(keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: first_batches().wait()))
@@ -162,7 +163,7 @@ class EpochIterator(trainer.TFEpochIterator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """A model without ``keras.Input`` needs weights before a restore."""
         super().__init__(*args, **kwargs)
-        batch_spec = self._distributed_dataset.element_spec
+        batch_spec = element_spec_of(self)
         if first_batches().is_in_fit and first_batches().batch_spec is None:  # that of the training comes first
             first_batches().batch_spec = batch_spec
         if Run.current is not None:
@@ -219,7 +220,7 @@ class CompiledStep:
 def why_not_compiled(model: Any) -> str:
     if "train_step" in vars(model) or not type(model).train_step.__module__.startswith("keras."):
         return f"{type(model).__name__} has its own train_step, in which ranks may sum"
-    if any(getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()):
+    if any(getattr(layer, "needs_every_rank", False) for layer in all_layers(model)):
         return "a layer asks the other ranks within its forward pass"
     return ""
 

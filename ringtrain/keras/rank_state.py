@@ -20,6 +20,7 @@ from ringtrain.errors import UsageError
 from ringtrain.guard.replicas import hash_bits
 from ringtrain.run.held_variables import find_optimizers, find_variables, variable_id
 from ringtrain.run.variables import is_seed_state
+from ringtrain.runtime.private import all_layers, own_statistics_of
 
 Arrays = dict[str, npt.NDArray[Any]]
 RANKS = "ranks/"  # prefix in a checkpoint: packed state of one rank
@@ -42,7 +43,7 @@ def is_extra(name: str) -> bool:
 
 def _own_variables(model: keras.Model) -> dict[str, keras.Variable]:
     """Variables that differ between ranks: moving statistics and seeds."""
-    statistics = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    statistics = [v for layer in all_layers(model) for v in own_statistics_of(layer)]
     seeds = [v for v in model.variables if is_seed_state(v)]
     by_id = {id(v): v for v in (*statistics, *seeds)}
     return {f"own/{number}": v for number, v in enumerate(by_id.values())}

@@ -25,6 +25,7 @@ from ringtrain.run.directory import FIT_OF, REPORT_FILE
 from ringtrain.run.held_variables import COMPILED_OPTIMIZER, find_optimizers
 from ringtrain.runtime import shutdown
 from ringtrain.runtime.activity import Phase, set_phase
+from ringtrain.runtime.private import learning_rate_of
 from ringtrain.runtime.stopping import StopRequests
 from ringtrain.training.ending import early_end, report_end, report_error
 from ringtrain.training.joining import leave_by, watched
@@ -239,7 +240,7 @@ def _kind_and_rate(optimizer: Any) -> tuple[str, float | str]:
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
         return _kind_and_rate(inner)
-    rate = getattr(optimizer, "_learning_rate", None)
+    rate = learning_rate_of(optimizer)
     if isinstance(rate, keras.Variable):
         return type(optimizer).__name__, float(rate.numpy())
     return type(optimizer).__name__, type(rate).__name__

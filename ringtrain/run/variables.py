@@ -14,6 +14,7 @@ import tensorflow as tf
 from ringtrain.collectives import Collective
 from ringtrain.errors import UsageError
 from ringtrain.messages.rules import list_first
+from ringtrain.runtime.private import momentums_of, weights_of_optimizer
 
 BROADCAST_BYTES = 64 * 2**20
 UNNAMED = re.compile(r"variable(_\d+)?")
@@ -59,7 +60,7 @@ def slots_that_begin_as_weights(optimizer: Any) -> list[tuple[keras.Variable, ke
     """Pairs (weight, slot)."""
     schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # since Keras 3.14
     parts = [part for part in (optimizer, *getattr(optimizer, "optimizers", ())) if isinstance(part, schedule_free)]
-    return [pair for part in parts for pair in zip(part._trainable_variables, part._momentums, strict=True)]
+    return [pair for part in parts for pair in zip(weights_of_optimizer(part), momentums_of(part), strict=True)]
 
 
 def name_variables(**kinds: Sequence[tuple[str, keras.Variable]]) -> dict[str, keras.Variable]:

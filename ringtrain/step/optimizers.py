@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ringtrain.runtime.private import decays_weight, index_of_weight, momentums_of, velocities_of, weights_of_optimizer
+
 
 class FusedUpdate:
     """One operation per dense weight; the learning rate is read once, and not for each weight."""
@@ -42,7 +44,7 @@ class FusedSGDUpdate(FusedUpdate):
             return
         tf.raw_ops.ResourceApplyKerasMomentum(
             var=variable.handle,
-            accum=self.momentums[self._get_variable_index(variable)].value.handle,
+            accum=self.momentums[index_of_weight(self, variable)].value.handle,
             lr=rate,
             grad=gradient,
             momentum=tf.cast(self.momentum, variable.dtype),
@@ -58,11 +60,11 @@ class FusedAdamUpdate(FusedUpdate):
         return not self.amsgrad
 
     def update(self: Any, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
-        dtype, index = variable.dtype, self._get_variable_index(variable)
+        dtype, index = variable.dtype, index_of_weight(self, variable)
         tf.raw_ops.ResourceApplyAdam(
             var=variable.handle,
-            m=self._momentums[index].value.handle,
-            v=self._velocities[index].value.handle,
+            m=momentums_of(self)[index].value.handle,
+            v=velocities_of(self)[index].value.handle,
             beta1_power=tf.cast(self.beta_1, dtype) ** step,
             beta2_power=tf.cast(self.beta_2, dtype) ** step,
             lr=rate,
@@ -81,11 +83,11 @@ class FusedRMSpropUpdate(FusedUpdate):
         return self.momentum and not self.centered
 
     def update(self: Any, variable: tf.Variable, gradient: tf.Tensor, rate: tf.Tensor, step: tf.Tensor) -> None:
-        dtype, index = variable.dtype, self._get_variable_index(variable)
+        dtype, index = variable.dtype, index_of_weight(self, variable)
         tf.raw_ops.ResourceApplyRMSProp(
             var=variable.handle,
-            ms=self._velocities[index].value.handle,
-            mom=self._momentums[index].value.handle,
+            ms=velocities_of(self)[index].value.handle,
+            mom=momentums_of(self)[index].value.handle,
             lr=rate,
             rho=tf.constant(self.rho, dtype),
             momentum=tf.constant(self.momentum, dtype),
@@ -115,13 +117,13 @@ class LayerwiseUpdate:
         dense = [tf.cast(tf.convert_to_tensor(g), v.dtype) for g, v in zip(gradients, values, strict=True)]
         directions = [self.direction(g, v) for g, v in zip(dense, values, strict=True)]
         # Of all weights: ranks have different pieces.
-        dtype = tf.float64 if any(v.dtype == "float64" for v in self._trainable_variables) else tf.float32
+        dtype = tf.float64 if any(v.dtype == "float64" for v in weights_of_optimizer(self)) else tf.float32
         mine = [
             [tf.cast(2 * tf.nn.l2_loss(tf.cast(each, dtype)), dtype) for each in (v.read_value(), direction)]
             for v, direction in zip(values, directions, strict=True)
         ]
-        places = [self._get_variable_index(v) for v in values]
-        count = len(self._trainable_variables)
+        places = [index_of_weight(self, v) for v in values]
+        count = len(weights_of_optimizer(self))
         squares = tf.scatter_nd([[place] for place in places], tf.stack(mine), [count, 2])
         norms = tf.sqrt(tf.reshape(self.sum_over_ranks(tf.reshape(squares, [-1])), [count, 2]))
         for place, variable, direction in zip(places, values, directions, strict=True):
@@ -134,10 +136,10 @@ class LayerwiseLamb(LayerwiseUpdate, keras.optimizers.Lamb):
     """LAMB (You et al. 2020)."""
 
     def direction(self, gradient: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-        dtype, index = variable.dtype, self._get_variable_index(variable)
+        dtype, index = variable.dtype, index_of_weight(self, variable)
         step = tf.cast(self.iterations + 1, dtype)
         powers = tf.cast(self.beta_1, dtype) ** step, tf.cast(self.beta_2, dtype) ** step
-        mean, square = self._momentums[index].value, self._velocities[index].value
+        mean, square = momentums_of(self)[index].value, velocities_of(self)[index].value
         mean.assign_add((gradient - mean) * tf.constant(1 - self.beta_1, dtype))
         square.assign_add((tf.square(gradient) - square) * tf.constant(1 - self.beta_2, dtype))
         return (mean / (1 - powers[0])) / (tf.sqrt(square / (1 - powers[1])) + tf.constant(self.epsilon, dtype))
@@ -175,14 +177,14 @@ class LARS(LayerwiseUpdate, keras.optimizers.Optimizer):
         return gradient
 
     def ratio(self, variable: tf.Variable, weight_norm: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
-        if not self._use_weight_decay(variable):
+        if not decays_weight(self, variable):
             return tf.ones([], norm.dtype)
         scale = tf.math.divide_no_nan(self.trust_coefficient * weight_norm, norm + self.decay * weight_norm)
         return tf.where((weight_norm > 0) & (norm > 0), scale, 1.0)
 
     def change(self, variable: tf.Variable, direction: tf.Tensor, rate: tf.Tensor) -> None:
-        momentum = self.momentums[self._get_variable_index(variable)].value
-        if self._use_weight_decay(variable):
+        momentum = self.momentums[index_of_weight(self, variable)].value
+        if decays_weight(self, variable):
             direction += self.decay * variable
         momentum.assign(self.momentum * momentum + rate * direction)
         variable.assign_sub(momentum)

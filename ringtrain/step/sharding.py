@@ -19,7 +19,14 @@ from ringtrain.collectives.gradients import GradientReduction, Reduced
 from ringtrain.collectives.shards import ShardedReduction, cut
 from ringtrain.errors import UsageError
 from ringtrain.run.variables import slots_that_begin_as_weights
-from ringtrain.runtime.private import decay_weights_if, is_decayed
+from ringtrain.runtime.private import (
+    clip_as_keras,
+    decay_weights_if,
+    is_decayed,
+    key_of_weight,
+    replace_clipping,
+    restore_clipping,
+)
 from ringtrain.step.optimizers import LayerwiseUpdate
 
 PROBE_SHAPE, PROBE_CUT, PROBE_UPDATES = (6, 4), 10, 2
@@ -67,12 +74,12 @@ class ShardedOptimizer:
     def _build(self) -> None:
         """Also record the weight of each slot."""
         optimizer, add = self.optimizer, self.optimizer.add_variable_from_reference
-        index_of = {optimizer._var_key(piece): index for index, piece in enumerate(self.pieces)}
+        index_of = {key_of_weight(optimizer, piece): index for index, piece in enumerate(self.pieces)}
 
         @functools.wraps(add)
         def add_and_note(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
             slot = add(reference_variable, *args, **kwargs)
-            self._weight_of_slot[id(slot)] = index_of[optimizer._var_key(reference_variable)]
+            self._weight_of_slot[id(slot)] = index_of[key_of_weight(optimizer, reference_variable)]
             return slot
 
         optimizer.add_variable_from_reference = add_and_note
@@ -93,8 +100,8 @@ class ShardedOptimizer:
         optimizer = self.optimizer
         is_decayed_by_key = {}
         for piece, weight in zip(self.pieces, self._weights, strict=True):
-            is_decayed_by_key[optimizer._var_key(piece)] = is_decayed(optimizer, weight)
-        decay_weights_if(optimizer, lambda variable: is_decayed_by_key[optimizer._var_key(variable)])
+            is_decayed_by_key[key_of_weight(optimizer, piece)] = is_decayed(optimizer, weight)
+        decay_weights_if(optimizer, lambda variable: is_decayed_by_key[key_of_weight(optimizer, variable)])
 
     def _cut(self, index: int, value: Any) -> Any:
         return cut(tf.convert_to_tensor(value), self._reduction.own[index])
@@ -112,11 +119,11 @@ class ShardedOptimizer:
         return self._reduction([tf.convert_to_tensor(gradient) for gradient in gradients], control, state)
 
     def apply(self, gradients: Sequence[tf.Tensor]) -> None:
-        self.optimizer._clip_gradients = self._clip
+        replace_clipping(self.optimizer, self._clip)
         try:
             self.optimizer.apply([gradients[i] for i in self._updated], [self.pieces[i] for i in self._updated])
         finally:
-            del self.optimizer._clip_gradients
+            restore_clipping(self.optimizer)
         values = [tf.convert_to_tensor(piece.value) for piece in self.pieces]  # no constants, even if empty
         whole = self._reduction.all_gather(values, name="weights")
         for index, (weight, value) in enumerate(zip(self._weights, whole, strict=True)):
@@ -133,7 +140,7 @@ class ShardedOptimizer:
         optimizer = self.optimizer
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         if not limit:
-            return type(optimizer)._clip_gradients(optimizer, gradients)
+            return clip_as_keras(optimizer, gradients)
         # Of all pieces: ranks have different ones.
         dtype = tf.float64 if any(piece.dtype == "float64" for piece in self.pieces) else tf.float32
         mine = tf.stack([2 * tf.nn.l2_loss(tf.cast(gradient, dtype)) for gradient in gradients])

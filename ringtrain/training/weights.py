@@ -23,6 +23,7 @@ from ringtrain.messages.defects import describe_defect
 from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.run.store import find_checkpoint
 from ringtrain.run.variables import slots_that_begin_as_weights
+from ringtrain.runtime.private import all_layers
 from ringtrain.training.job import Job
 
 KIND = "weights/"
@@ -116,7 +117,7 @@ READERS = {".h5": read_h5, ".keras": read_keras, ".safetensors": read_safetensor
 def name_as_in_model(saved: Loaders, model: keras.Model, weights: Mapping[str, keras.Variable]) -> Loaders:
     """Keras files number the variables of a layer: give them the names that the model has."""
     names, renamed = {id(variable): name for name, variable in weights.items()}, dict[str, str]()
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         own: dict[str, Any] = {}
         layer.save_own_variables(own)
         for number, variable in own.items():

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from ringtrain.messages.defects import find_own_frame
+from ringtrain.runtime.private import all_layers
 from ringtrain.training.job import Job
 from ringtrain.workloads.values import call_model, per_sample
 
@@ -82,7 +83,7 @@ def _widen(get: Callable[[Any], Any], dtype: str) -> Callable[[Any], Any]:
 
 def keep_narrow_layers(model: keras.Model) -> None:
     """Use float32 for layers that lack float64 in TensorFlow."""
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         if type(layer).__name__ in WITHOUT_FLOAT64:
             layer.dtype_policy = _KEPT
 
@@ -100,7 +101,7 @@ def find_narrow(job: Job) -> list[Narrow]:
         return per_sample(workload, y, call_model(workload, model, x, training=True))[0]
 
     graph = tf.function(compute, autograph=False).get_concrete_function(spec.x, spec.y).graph
-    layers = {layer.name for layer in model._flatten_layers()}
+    layers = {layer.name for layer in all_layers(model)}
     precision = job.config.precision if job.config.precision == "float64" else "float32"
     depending: set[str] = set()
     needed = _find_needed(graph.outputs)

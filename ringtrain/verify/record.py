@@ -21,6 +21,7 @@ from ringtrain.data.pipeline import Batch
 from ringtrain.errors import UsageError
 from ringtrain.guard.preflight import draws
 from ringtrain.messages.defects import describe_defect, find_users_place
+from ringtrain.runtime.private import all_layers
 from ringtrain.step.assignments import states_of_stateful_layers
 from ringtrain.step.report import StepReport
 from ringtrain.step.state import is_integer_or_bool
@@ -291,7 +292,7 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
     """
     notes: list[str] = []
     keep_narrow_layers(model)
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         match_regularizers(layer)
         if type(layer).__name__ == "Equalization":
             switch_off_training(layer)

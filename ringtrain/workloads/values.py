@@ -12,6 +12,7 @@ import tensorflow as tf
 from ringtrain.data.pipeline import describe_structure
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect, is_users_own
+from ringtrain.runtime.private import all_layers, inputs_of_functional_model
 from ringtrain.workloads.base import Workload
 
 # Keys of events in metrics.jsonl.
@@ -25,9 +26,7 @@ FORGOTTEN = "None: is a return missing?"
 
 def needs_every_rank(workload: Workload, model: keras.Model) -> bool:
     """True if values involve other ranks, as in SyncBatchNormalization."""
-    return workload.needs_every_rank or any(
-        getattr(layer, "needs_every_rank", False) for layer in model._flatten_layers()
-    )
+    return workload.needs_every_rank or any(getattr(layer, "needs_every_rank", False) for layer in all_layers(model))
 
 
 def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool) -> Any:
@@ -40,7 +39,7 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
         ):
             raise
         which = "training" if training else "evaluation"
-        inputs = getattr(getattr(model, "_functional", model), "_inputs_struct", None)  # of functional models
+        inputs = inputs_of_functional_model(model)
         takes = "" if inputs is None else f", which takes {describe_structure(inputs)},"
         raise UsageError(
             f"the model of {type(workload).__name__}.create_model{takes} does not take the x of the {which} samples, "

@@ -27,6 +27,7 @@ from ringtrain.data.formats.image_header import HeaderError, read_header
 from ringtrain.files.atomic import replacing
 from ringtrain.files.bounded import read_bounded
 from ringtrain.runtime import activity
+from ringtrain.runtime.private import random_record_reader
 
 HEADER_BYTES = 12  # length and its CRC
 FOOTER_BYTES = 4  # the data's CRC
@@ -147,12 +148,11 @@ def scan_file(path: Path, number: int) -> np.ndarray:
 def _read_records(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
     """Yield offset, length and data; None for damaged data."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # in Python: slow for data
-    from tensorflow.python.lib.io.tf_record import tf_record_random_reader  # the only reader with offsets
 
     try:
         with path.open("rb", buffering=0) as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            reader = tf_record_random_reader(os.fspath(path))
+            reader = random_record_reader(os.fspath(path))
             offset = count = 0
             while offset < num_bytes:
                 # TensorFlow allocates the given length, and aborts if it is too large.

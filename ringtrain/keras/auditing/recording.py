@@ -21,6 +21,7 @@ from ringtrain.keras.distributed import OUTER, Distributed, wrap_method
 from ringtrain.keras.exchange import Exchange, variable_key
 from ringtrain.keras.exchanged_tensors import Reduced
 from ringtrain.keras.guards import read_rate
+from ringtrain.runtime.private import all_layers, weights_of_optimizer
 
 Plain = Callable[..., Any]  # a replaced method
 # Of one process. Those of ringtrain.keras find out by themselves that it is alone.
@@ -92,7 +93,7 @@ class Recording:
         return self.variables | self.written | {variable_key(variable): variable for variable in slots}
 
     def layers(self) -> list[keras.layers.Layer]:
-        return list({id(each): each for layer in self.called.values() for each in layer._flatten_layers()}.values())
+        return list({id(each): each for layer in self.called.values() for each in all_layers(layer)}.values())
 
     def why_not_audited(self) -> str:
         if self.is_in_graph:
@@ -132,7 +133,7 @@ def recording(record: Recording, *, is_one_process: bool = False) -> Iterator[No
             if hasattr(optimizer, "dynamic_scale"):
                 record.loss_scale = float(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
             return plain(optimizer, grads, trainable_variables)
-        given = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        given = weights_of_optimizer(optimizer) if trainable_variables is None else list(trainable_variables)
         keys = [variable_key(variable) for variable in given]
         record.is_in_graph |= not tf.executing_eagerly()
         record.rates.append(read_rate(optimizer) if tf.executing_eagerly() else None)

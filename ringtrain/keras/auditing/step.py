@@ -16,6 +16,7 @@ from ringtrain.guard.replicas import hash_bits
 from ringtrain.keras.auditing.recording import Recording, recording, replaced
 from ringtrain.keras.exchange import COMPRESSIONS, variable_key
 from ringtrain.run.variables import is_seed_state
+from ringtrain.runtime.private import call_parameters_of
 
 Values = Mapping[Any, np.ndarray]  # by key of variable
 LARGE_BYTES = 64 * 2**20  # of samples, whose number is shown before they are gathered
@@ -307,7 +308,7 @@ def _call_without(layers: Sequence[keras.layers.Layer]) -> Callable[..., Any]:
 
 
 def has_training(layer: keras.layers.Layer) -> bool:
-    return "training" in layer._call_signature.parameters
+    return "training" in call_parameters_of(layer)
 
 
 def is_local_norm(layer: keras.layers.Layer) -> bool:

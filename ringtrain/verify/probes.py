@@ -16,6 +16,30 @@ from ringtrain.training.job import Job
 HUGE_SCALE = 2.0**127  # of a loss; half-precision gradients overflow
 
 
+def draws_by_rank(job: Job, tolerance: float) -> bool:
+    """Compare gradients and sums of a batch with the random numbers of two ranks, in one process. Trains nothing."""
+    local_gradients = job.step.local_gradients
+    if local_gradients.needs_every_rank or not job.batches.can_begin_again or job.collective.world.size > 1:
+        return False
+    batch = next(iter(job.batches))
+    count = tf.shape(batch.indices, tf.int64)[0]
+
+    def compute_as(rank: int) -> list[np.ndarray]:
+        @tf.function(autograph=False)
+        def compute() -> list[tf.Tensor]:
+            forward = local_gradients(batch, count)
+            return [*map(tf.convert_to_tensor, forward.gradients), forward.sums]
+
+        with local_gradients.drawing_as(rank):
+            return [tensor.numpy() for tensor in compute()]
+
+    first = compute_as(0)
+    second = compute_as(1)
+    largest = max(float(np.max(np.abs(tensor), initial=0.0)) for tensor in first)
+    differences = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(first, second, strict=True)]
+    return max(differences) > 100 * tolerance * largest
+
+
 def depends_on_other_samples(job: Job, tolerance: float) -> bool:
     """Compare gradients and sums of a batch with those of its halves, in one process. Trains nothing."""
     gradients = job.step.local_gradients

@@ -32,8 +32,9 @@ from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.training.session import RunSession
 from ringtrain.verify.compare import ROUNDING
+from ringtrain.verify.draws import SharedDraws, share_draws_of_loss
 from ringtrain.verify.precision import find_narrow, keep_narrow_layers, widened
-from ringtrain.verify.probes import depends_on_other_samples, digest, try_nonfinite
+from ringtrain.verify.probes import depends_on_other_samples, digest, draws_by_rank, try_nonfinite
 from ringtrain.verify.trials import (
     BEGINNING,
     BEGINNING_STEPS,
@@ -48,6 +49,8 @@ from ringtrain.workloads.base import Workload
 # In other ranks' initial values, to test rank 0's broadcast.
 NOISE = 1.0
 OWN_MICRO_BATCHES = "compares the samples of a micro-batch, so that with --accumulate world sizes may differ"
+SWITCHED_OFF = "its random draws differ by rank; switched off for the comparison"
+SHARED = "its random draws differ by rank; for the comparison all samples get the same ones"
 NEVER_CALLED = "never called; a step here is the workload's loss, metrics and optimizer (train such a model by fit)"
 HELD_TO_NARROW = "computes in {}, so that all values are compared within the rounding of that type"
 
@@ -129,6 +132,8 @@ def create_recorded_job(
     """Return a job without known differences between world sizes, and notes about them."""
     keras.utils.clear_session()
     notes: list[str] = []
+    used_draws: list[SharedDraws] = []
+    shared_workload: Any = copy.copy(workload)
     config = trial.config
     if trial.is_vector:
         collective = copy.copy(collective)
@@ -138,12 +143,16 @@ def create_recorded_job(
         if not trial.is_lossy:
             set_precision(config.precision)  # create_model may have set another
         refuse_row_state(states_of_stateful_layers(model))
+        draws = SharedDraws(model)
+        used_draws.append(draws)
+        model.call = draws.wrap(model.call)
+        share_draws_of_loss(shared_workload, draws)
         notes.extend(make_comparable(model, freezes=freezes))
         notes.extend(f"{name}: {NEVER_CALLED}" for name in find_own_steps(model))
 
     with explaining_float64(config):
         job = create_job(
-            workload,
+            shared_workload,
             config,
             collective,
             num_threads=1,
@@ -152,6 +161,7 @@ def create_recorded_job(
             in_groups=trial.in_groups,
         )
     refuse_row_state(job.step.row_state)
+    notes = describe_draws(notes, used_draws[0].places)
     if trial.lossy:
         notes.append(f"{trial.lossy}: what it rounds grows from step to step, so that one step of it is compared")
     if config.accumulate > 1 and workload.needs_every_rank:
@@ -171,6 +181,13 @@ def create_recorded_job(
         fill_with_noise(job.step.variables, seed=collective.world.rank)
     job.step.share_values(collective)
     return job, notes
+
+
+def describe_draws(notes: Sequence[str], places: Sequence[str]) -> list[str]:
+    """Return the notes, with what was done about the draws at these places."""
+    switched_off = {f"{place}: {SWITCHED_OFF}" for place in places}
+    kept = [note for note in notes if note not in switched_off]
+    return kept + [f"{place}: {SHARED}" for place in places]
 
 
 def refuse_row_state(row_state: Sequence[keras.Variable]) -> None:
@@ -217,6 +234,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         "reference": np.array(trial.reference),
     }
     if is_reference and trial.name == "float64":
+        facts["draws_by_rank"] = np.array(draws_by_rank(job, ROUNDING[computed_in].tolerance))
         facts["depends_on_other_samples"] = np.array(depends_on_other_samples(job, ROUNDING[computed_in].tolerance))
     train_recorded(job, facts, directory / f"{trial.name}.npz", trial)
     if is_reference and job.batches.can_begin_again:
@@ -291,9 +309,9 @@ def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
         if type(layer).__name__ == "Equalization":
             call_without_training(layer)
             notes.append(f"{layer.name}: equalizes each rank's samples by themselves; switched off for the comparison")
-        elif draws(layer):
+        elif draws(layer) and "training" in inspect.signature(layer.call).parameters:
             call_without_training(layer)
-            notes.append(f"{layer.name}: its random draws differ by rank; switched off for the comparison")
+            notes.append(f"{layer.name}: {SWITCHED_OFF}")
         is_local_norm = isinstance(layer, keras.layers.BatchNormalization) and not hasattr(layer, "needs_every_rank")
         if freezes and is_local_norm and layer.trainable:
             layer.trainable = False
@@ -315,12 +333,6 @@ def match_regularizers(layer: keras.layers.Layer) -> None:
 def call_without_training(layer: keras.layers.Layer) -> None:
     call = layer.call
     signature = inspect.signature(call)
-    if "training" not in signature.parameters:
-        raise UsageError(
-            f"the layer {layer.name!r} ({type(layer).__name__}) draws random numbers in every call, so other world "
-            "sizes train other things: nothing can be compared. Give its call() a `training` argument, and let it "
-            "draw only where that is true."
-        )
 
     @functools.wraps(call)
     def call_outside_of_training(*args: Any, **kwargs: Any) -> Any:

@@ -488,7 +488,6 @@ def test_no_keras_layer_draws_random_numbers_in_a_comparison(collective: Any) ->
     import numpy as np
     import tensorflow as tf
 
-    from ringtrain.errors import UsageError
     from ringtrain.step.train_step import set_precision
     from ringtrain.verify.record import make_comparable
     from tests.world.workloads import every_layer
@@ -511,17 +510,34 @@ def test_no_keras_layer_draws_random_numbers_in_a_comparison(collective: Any) ->
     frozen = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(trainable=False)])
     assert make_comparable(frozen) == [], "its statistics are the same on all ranks as it is"
 
-    class Sampling(keras.layers.Layer):
-        def __init__(self) -> None:
-            super().__init__(name="sampling")
-            self.seed_generator = keras.random.SeedGenerator(1)
 
-        def call(self, inputs: Any) -> Any:
-            return inputs + keras.random.normal((1, 2), seed=self.seed_generator)
+DRAWING = ["Drawing", "DrawingUnseeded", "DrawingByTensorFlow", "DrawingDropout", "DrawingCategorical", "DrawingLoss"]
 
-    model = keras.Sequential([keras.Input((2,)), Sampling()])
-    with pytest.raises(UsageError, match=r"the layer 'sampling' \(Sampling\) draws random numbers in every call"):
-        make_comparable(model)
+
+@pytest.mark.parametrize("name", DRAWING)
+@on_ranks(2, slow=[3])
+def test_draws_of_every_call_are_made_equal_and_reported(collective: Any, name: str) -> None:
+    from tests.world.workloads import drawing
+
+    settings = {"trials": ("float64", "float32"), "steps": 3}
+    findings, notes = findings_of(getattr(drawing, name)(), collective, **settings)
+    assert all(finding.passes for finding in findings), findings
+    if collective.world.is_rank0:
+        place = "the loss" if name == "DrawingLoss" else "sampling"
+        assert f"{place}: its random draws differ by rank; for the comparison all samples get the same ones" in notes
+        assert not [note for note in notes if "switched off" in note]
+
+
+@on_ranks(2)
+def test_draws_that_are_not_made_equal_are_named_as_the_cause(collective: Any) -> None:
+    from ringtrain.verify.compare import RANDOM_DRAWS, describe_findings
+    from tests.world.workloads.drawing import DrawingGamma
+
+    records = records_of(DrawingGamma(), collective, trials=("float64",), steps=2)
+    if collective.world.is_rank0:
+        lines, passed = describe_findings([1, 2], records)
+        assert not passed
+        assert lines[0] == RANDOM_DRAWS
 
 
 @pytest.mark.parametrize(

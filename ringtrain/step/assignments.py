@@ -12,7 +12,7 @@ kinds:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -54,12 +54,29 @@ class RecordingScope(keras.StatelessScope):
         *,
         tape: tf.GradientTape,
         trained: Sequence[keras.Variable],
+        derive_seed: Callable[[int, keras.Variable], tf.Tensor],
     ) -> None:
+        """``derive_seed`` gives the state of generator 0, 1, ... of those that are not in ``values``."""
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.assigned: list[keras.Variable] = []
         self.assigned_weights: list[AssignedWeight] = []
         self._tape = tape
         self._trained_ids = {id(weight) for weight in trained}
+        self._derive_seed = derive_seed
+        self._num_unlisted_seeds = 0
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Return the value inside the scope; Keras calls this.
+
+        A generator that Keras does not list, such as the one of draws without a seed, would repeat its numbers in each
+        step.
+        """
+        value = super().get_current_value(variable)
+        if value is None and is_seed_state(variable):
+            value = self._derive_seed(self._num_unlisted_seeds, variable)
+            self._num_unlisted_seeds += 1
+            super().add_update((variable, value))
+        return value
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Record an assignment; Keras calls this."""

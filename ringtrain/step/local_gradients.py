@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,8 +141,12 @@ class LocalGradients:
                 *zip(self._fixed_or_state, state, strict=True),
                 *zip(self._seed_states, self._dropout_seeds(step, micro_batch), strict=True),
             ]
+
+            def derive_seed(number: int, variable: keras.Variable) -> tf.Tensor:
+                return self._derive_seed(len(self._seed_states) + number, variable, step, micro_batch)
+
             # Keeps updates of the forward pass (BatchNorm's statistics), which a non-finite step discards.
-            with RecordingScope(values, tape=tape, trained=variables) as scope:
+            with RecordingScope(values, tape=tape, trained=variables, derive_seed=derive_seed) as scope:
                 with noting_calls() as calls:
                     outputs = call_model(self._workload, self._model, x, training=True)
                     losses, metrics = per_sample(self._workload, y, outputs)
@@ -274,14 +279,27 @@ class LocalGradients:
         )
 
     def _dropout_seeds(self, step: tf.Tensor, micro_batch: tf.Tensor) -> list[tf.Tensor]:
-        """Derive generator states from (seed, generator, rank, step, micro-batch)."""
-        seeds = []
-        for number, variable in enumerate(self._seed_states):
-            key = tf.constant([self._seed % 2**31, number], tf.int32)
-            for part in (self._rank, step, micro_batch):
-                key = tf.random.experimental.stateless_fold_in(key, tf.cast(part, tf.int32))
-            seeds.append(tf.cast(tf.bitwise.bitwise_and(key, 2**31 - 1), variable.dtype))
-        return seeds
+        """Derive the states of the generators that Keras lists."""
+        return [
+            self._derive_seed(number, variable, step, micro_batch) for number, variable in enumerate(self._seed_states)
+        ]
+
+    def _derive_seed(self, number: int, variable: keras.Variable, step: tf.Tensor, micro_batch: tf.Tensor) -> tf.Tensor:
+        """Derive a generator's state from (seed, number of the generator, rank, step, micro-batch)."""
+        key = tf.constant([self._seed % 2**31, number], tf.int32)
+        for part in (self._rank, step, micro_batch):
+            key = tf.random.experimental.stateless_fold_in(key, tf.cast(part, tf.int32))
+        return tf.cast(tf.bitwise.bitwise_and(key, 2**31 - 1), variable.dtype)
+
+    @contextlib.contextmanager
+    def drawing_as(self, rank: int) -> Iterator[None]:
+        """Draw the random numbers of another rank in this scope."""
+        own_rank = self._rank
+        self._rank = rank
+        try:
+            yield
+        finally:
+            self._rank = own_rank
 
 
 class CompiledGradients:

@@ -48,12 +48,11 @@ OTHER_SAMPLES = (
     "are not the sum of those of its halves. A rank sees its own samples alone; give it those of all ranks by "
     "ringtrain.all_gather (docs/workloads.md)."
 )
-UNSEEDED_DRAWS = (
-    "likely cause: the model or the loss draws random numbers without a seed generator of Keras. Tested: the same "
-    "batch has other gradients in every call. Draw them by keras.random with a keras.random.SeedGenerator, which the "
-    "layer has as an attribute: then verify makes them equal."
+RANDOM_DRAWS = (
+    "likely cause: random draws that differ by rank. Tested: the gradients of a batch differ with the random numbers "
+    "of two ranks. Draws by normal, truncated_normal, uniform, categorical and dropout of keras.random and tf.random "
+    "are made equal for the comparison: draw by these, or only if `training` is true."
 )
-CAUSES = {"random draws": UNSEEDED_DRAWS, "other samples": OTHER_SAMPLES}  # by a record's ``batch_defect``
 PARTS = ("-perturbed", "-beginning")  # suffixes of partial records
 NEVER_COMPARED = (
     "the speed, and what other devices, their libraries and their compilers (XLA) round",
@@ -249,9 +248,10 @@ def describe_findings(sizes: Sequence[int], records: Mapping[int, Mapping[str, R
         for which, findings in tables.items():
             lines += describe_all(which, findings)
             passed = passed and all(finding.passes for finding in findings)
-    cause = CAUSES.get(str(of_reference["float64"].get("batch_defect", "")))
-    if not passed and cause:
-        lines.insert(0, cause)
+    if not passed and of_reference["float64"].get("draws_by_rank", False):
+        lines.insert(0, RANDOM_DRAWS)
+    elif not passed and of_reference["float64"].get("depends_on_other_samples", False):
+        lines.insert(0, OTHER_SAMPLES)
     skipped = [f"{record['words']}: {record['skipped']}" for record in of_first.values() if "skipped" in record]
     notes = [*of_reference["float64"]["notes"].tolist(), *skipped]
     lines += ["compared:", *(f"  {describe_trial(of_first[name])}" for name in found[others[0]])]

@@ -6,6 +6,7 @@ their number is computed independently.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ringtrain.step.optimizers import OWN
 from ringtrain.step.train_step import set_precision
 from ringtrain.training.creation import choose_optimizer
 from ringtrain.training.job import Job
+from ringtrain.verify.draws import SharedDraws, share_draws_of_loss
 from ringtrain.verify.precision import widened
 from ringtrain.verify.record import create_recorded_job, make_comparable, record_job
 from ringtrain.verify.trials import plan_trials
@@ -52,6 +54,10 @@ def train_oracle(
     keras.utils.clear_session()  # equal names as in the job
     model = workload.create_model()
     set_precision("float64")
+    draws = SharedDraws(model)
+    model.call = draws.wrap(model.call)
+    workload = copy.copy(workload)
+    share_draws_of_loss(workload, draws)
     make_comparable(model, freezes=False)
     for (_, variable), value in zip(named_weights(model), first, strict=True):
         variable.assign(value)

@@ -13,25 +13,42 @@ from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.data.pipeline import Batch
 from ringtrain.training.job import Job
 
-RANDOM_DRAWS = "random draws"  # defects of a batch's gradients
-OTHER_SAMPLES = "other samples"
 HUGE_SCALE = 2.0**127  # of a loss; half-precision gradients overflow
 
 
-def find_batch_defect(job: Job, tolerance: float) -> str:
-    """Find out why the gradients of a batch are not the sum of those of its halves, in one process. Trains nothing.
+def draws_by_rank(job: Job, tolerance: float) -> bool:
+    """Compare gradients and sums of a batch with the random numbers of two ranks, in one process. Trains nothing."""
+    local_gradients = job.step.local_gradients
+    if local_gradients.needs_every_rank or not job.batches.can_begin_again or job.collective.world.size > 1:
+        return False
+    batch = next(iter(job.batches))
+    count = tf.shape(batch.indices, tf.int64)[0]
 
-    Returns:
-        ``RANDOM_DRAWS`` if the same batch has other gradients in every call, ``OTHER_SAMPLES`` if the halves have other
-        gradients than the batch; "" if neither was seen, or cannot be tried.
-    """
+    def compute_as(rank: int) -> list[np.ndarray]:
+        @tf.function(autograph=False)
+        def compute() -> list[tf.Tensor]:
+            forward = local_gradients(batch, count)
+            return [*map(tf.convert_to_tensor, forward.gradients), forward.sums]
+
+        with local_gradients.drawing_as(rank):
+            return [tensor.numpy() for tensor in compute()]
+
+    first = compute_as(0)
+    second = compute_as(1)
+    largest = max(float(np.max(np.abs(tensor), initial=0.0)) for tensor in first)
+    differences = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(first, second, strict=True)]
+    return max(differences) > 100 * tolerance * largest
+
+
+def depends_on_other_samples(job: Job, tolerance: float) -> bool:
+    """Compare gradients and sums of a batch with those of its halves, in one process. Trains nothing."""
     gradients = job.step.local_gradients
     if gradients.needs_every_rank or not job.batches.can_begin_again or job.collective.world.size > 1:
-        return ""
+        return False
     batch = next(iter(job.batches))
     count = int(batch.indices.shape[0])
     if count < 2:
-        return ""
+        return False
 
     @tf.function(input_signature=[tf.TensorSpec([], tf.int64)] * 2, autograph=False)
     def compute(start: tf.Tensor, end: tf.Tensor) -> list[tf.Tensor]:
@@ -39,23 +56,11 @@ def find_batch_defect(job: Job, tolerance: float) -> str:
         forward = gradients(part._replace(indices=batch.indices[start:end]), end - start)
         return [*map(tf.convert_to_tensor, forward.gradients), forward.sums]
 
-    def values(start: int, end: int) -> list[np.ndarray]:
-        return [tensor.numpy() for tensor in compute(start, end)]
-
-    whole = values(0, count)
+    ranges = ((0, count), (0, count // 2), (count // 2, count))
+    whole, first, second = ([tensor.numpy() for tensor in compute(*each)] for each in ranges)
     largest = max(float(np.max(np.abs(tensor), initial=0.0)) for tensor in whole)
-    limit = 100 * tolerance * largest
-    if _largest_difference(whole, values(0, count)) > limit:
-        return RANDOM_DRAWS
-    halves = zip(values(0, count // 2), values(count // 2, count), strict=True)
-    if _largest_difference(whole, [first + second for first, second in halves]) > limit:
-        return OTHER_SAMPLES
-    return ""
-
-
-def _largest_difference(tensors: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
-    differences = [np.max(np.abs(a - b), initial=0.0) for a, b in zip(tensors, others, strict=True)]
-    return max(map(float, differences))
+    differences = [np.max(np.abs(a - b - c), initial=0.0) for a, b, c in zip(whole, first, second, strict=True)]
+    return max(differences) > 100 * tolerance * largest
 
 
 def try_nonfinite(job: Job, batch: Batch | None) -> list[str]:

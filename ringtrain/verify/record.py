@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,9 +33,9 @@ from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.training.session import RunSession
 from ringtrain.verify.compare import ROUNDING
+from ringtrain.verify.draws import SharedDraws, share_draws_of_loss
 from ringtrain.verify.precision import find_narrow, keep_narrow_layers, widened
-from ringtrain.verify.probes import digest, find_batch_defect, try_nonfinite
-from ringtrain.verify.random_draws import make_draws_equal, switch_off_training
+from ringtrain.verify.probes import depends_on_other_samples, digest, draws_by_rank, try_nonfinite
 from ringtrain.verify.trials import (
     BEGINNING,
     BEGINNING_STEPS,
@@ -49,6 +50,8 @@ from ringtrain.workloads.base import Workload
 # In other ranks' initial values, to test rank 0's broadcast.
 NOISE = 1.0
 OWN_MICRO_BATCHES = "compares the samples of a micro-batch, so that with --accumulate world sizes may differ"
+SWITCHED_OFF = "its random draws differ by rank; switched off for the comparison"
+SHARED = "its random draws differ by rank; for the comparison all samples get the same ones"
 NEVER_CALLED = "never called; a step here is the workload's loss, metrics and optimizer (train such a model by fit)"
 HELD_TO_NARROW = "computes in {}, so that all values are compared within the rounding of that type"
 
@@ -130,7 +133,8 @@ def create_recorded_job(
     """Return a job without known differences between world sizes, and notes about them."""
     keras.utils.clear_session()
     notes: list[str] = []
-    layer_notes: list[str] = []
+    used_draws: list[SharedDraws] = []
+    shared_workload: Any = copy.copy(workload)
     config = trial.config
     if trial.is_vector:
         collective = copy.copy(collective)
@@ -140,13 +144,16 @@ def create_recorded_job(
         if not trial.is_lossy:
             set_precision(config.precision)  # create_model may have set another
         refuse_row_state(states_of_stateful_layers(model))
-        nonlocal layer_notes
-        layer_notes = make_comparable(model, freezes=freezes)
+        draws = SharedDraws(model)
+        used_draws.append(draws)
+        model.call = draws.wrap(model.call)
+        share_draws_of_loss(shared_workload, draws)
+        notes.extend(make_comparable(model, freezes=freezes))
         notes.extend(f"{name}: {NEVER_CALLED}" for name in find_own_steps(model))
 
     with explaining_float64(config):
         job = create_job(
-            workload,
+            shared_workload,
             config,
             collective,
             num_threads=1,
@@ -155,6 +162,7 @@ def create_recorded_job(
             in_groups=trial.in_groups,
         )
     refuse_row_state(job.step.row_state)
+    notes = describe_draws(notes, used_draws[0].places)
     if trial.lossy:
         notes.append(f"{trial.lossy}: what it rounds grows from step to step, so that one step of it is compared")
     if config.accumulate > 1 and workload.needs_every_rank:
@@ -173,7 +181,14 @@ def create_recorded_job(
     if not collective.world.is_rank0:
         fill_with_noise(job.step.variables, seed=collective.world.rank)
     job.step.share_values(collective)
-    return job, layer_notes + notes
+    return job, notes
+
+
+def describe_draws(notes: Sequence[str], places: Sequence[str]) -> list[str]:
+    """Return the notes, with what was done about the draws at these places."""
+    switched_off = {f"{place}: {SWITCHED_OFF}" for place in places}
+    kept = [note for note in notes if note not in switched_off]
+    return kept + [f"{place}: {SHARED}" for place in places]
 
 
 def refuse_row_state(row_state: Sequence[keras.Variable]) -> None:
@@ -220,7 +235,8 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         "reference": np.array(trial.reference),
     }
     if is_reference and trial.name == "float64":
-        facts["batch_defect"] = np.array(find_batch_defect(job, ROUNDING[computed_in].tolerance), str)
+        facts["draws_by_rank"] = np.array(draws_by_rank(job, ROUNDING[computed_in].tolerance))
+        facts["depends_on_other_samples"] = np.array(depends_on_other_samples(job, ROUNDING[computed_in].tolerance))
     train_recorded(job, facts, directory / f"{trial.name}.npz", trial)
     if is_reference and job.batches.can_begin_again:
         for variable, value in zip(job.step.variables, first, strict=True):
@@ -286,19 +302,17 @@ def gather_values(step: TrainStep) -> dict[str, np.ndarray]:
 
 
 def make_comparable(model: keras.Model, *, freezes: bool = True) -> list[str]:
-    """Disable known differences between world sizes (local BatchNorm if ``freezes``); return notes.
-
-    A note changes in the first call of its layer if the layer draws random numbers whatever ``training`` is.
-    """
-    notes: list[str] = []
+    """Disable known differences between world sizes (local BatchNorm if ``freezes``); return notes."""
+    notes = []
     keep_narrow_layers(model)
     for layer in all_layers(model):
         match_regularizers(layer)
         if type(layer).__name__ == "Equalization":
-            switch_off_training(layer)
+            call_without_training(layer)
             notes.append(f"{layer.name}: equalizes each rank's samples by themselves; switched off for the comparison")
-        elif draws(layer):
-            make_draws_equal(layer, notes)
+        elif draws(layer) and "training" in inspect.signature(layer.call).parameters:
+            call_without_training(layer)
+            notes.append(f"{layer.name}: {SWITCHED_OFF}")
         is_local_norm = isinstance(layer, keras.layers.BatchNormalization) and not hasattr(layer, "needs_every_rank")
         if freezes and is_local_norm and layer.trainable:
             layer.trainable = False
@@ -315,6 +329,19 @@ def match_regularizers(layer: keras.layers.Layer) -> None:
         for name, factor in vars(regularizer).items():
             if isinstance(factor, tf.Tensor) and factor.dtype.is_floating:
                 setattr(regularizer, name, tf.cast(factor, layer.variable_dtype))
+
+
+def call_without_training(layer: keras.layers.Layer) -> None:
+    call = layer.call
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def call_outside_of_training(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["training"] = False
+        return call(*bound.args, **bound.kwargs)
+
+    layer.call = call_outside_of_training
 
 
 def fill_with_noise(variables: Sequence[keras.Variable], *, seed: int) -> None:

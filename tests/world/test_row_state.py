@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ringtrain.collectives import Collective
+from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.config import make_config
 from ringtrain.data.sources import from_arrays
 from ringtrain.errors import UsageError
@@ -271,3 +271,32 @@ def test_row_state_is_resumed_bit_for_bit_on_as_many_ranks(run_ringtrain: RunRin
         assert [e["loss"] for e in events(halves, kind)][-2:] == [e["loss"] for e in events(whole, kind)][-2:]
     evaluated = run_ringtrain(["eval", whole, "--checkpoint", "newest", "--workload", WORKLOAD])
     assert f"eval loss = {events(whole, 'eval')[-1]['loss']:.4g}" in evaluated.stdout, evaluated.stderr
+
+
+class Unseeded(keras.layers.Layer):
+    """Draws by the generator that Keras keeps for draws without a seed."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal((1,), dtype=inputs.dtype)
+
+
+def unseeded_model(batch_size: int) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Flatten(), Unseeded(), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((TIME_STEPS, 2)), *layers])
+
+
+@on_ranks(2, slow=[1, 3])
+def test_draws_without_a_seed_differ_from_step_to_step_and_from_rank_to_rank(collective: Collective) -> None:
+    job = start_job(collective, unseeded_model)
+    job.batches.begin()
+    batch = next(iter(job.times.waiting_for(job.batches)))
+
+    @tf.function(autograph=False)
+    def compute(step: tf.Tensor) -> tf.Tensor:
+        now = batch._replace(x=tf.zeros_like(batch.x), y=tf.zeros_like(batch.y), step=step)
+        return job.step.local_gradients(now, tf.shape(now.indices, tf.int64)[0]).sums[1]
+
+    losses = [float(compute(tf.constant(step, tf.int64))) for step in range(3)]
+    seen = [loss for losses_of_rank in all_gather_object(collective, losses, name="losses") for loss in losses_of_rank]
+    assert len(set(seen)) == 3 * collective.world.size, seen

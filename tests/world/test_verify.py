@@ -510,20 +510,34 @@ def test_no_keras_layer_draws_random_numbers_in_a_comparison(collective: Any) ->
     frozen = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(trainable=False)])
     assert make_comparable(frozen) == [], "its statistics are the same on all ranks as it is"
 
-    class Sampling(keras.layers.Layer):
-        def __init__(self) -> None:
-            super().__init__(name="sampling")
-            self.seed_generator = keras.random.SeedGenerator(1)
 
-        def call(self, inputs: Any) -> Any:
-            return inputs + keras.random.normal((1, 2), seed=self.seed_generator)
+DRAWING = ["Drawing", "DrawingUnseeded", "DrawingByTensorFlow", "DrawingDropout", "DrawingCategorical", "DrawingLoss"]
 
-    model = keras.Sequential([keras.Input((2,)), Sampling()])
-    notes = make_comparable(model)
-    assert notes == [
-        "sampling: it draws random numbers in every call; in the comparison they are equal for all samples and steps"
-    ]
-    np.testing.assert_array_equal(model(x[:, :2]), model(x[:, :2]))
+
+@pytest.mark.parametrize("name", DRAWING)
+@on_ranks(2, slow=[3])
+def test_draws_of_every_call_are_made_equal_and_reported(collective: Any, name: str) -> None:
+    from tests.world.workloads import drawing
+
+    settings = {"trials": ("float64", "float32"), "steps": 3}
+    findings, notes = findings_of(getattr(drawing, name)(), collective, **settings)
+    assert all(finding.passes for finding in findings), findings
+    if collective.world.is_rank0:
+        place = "the loss" if name == "DrawingLoss" else "sampling"
+        assert f"{place}: its random draws differ by rank; for the comparison all samples get the same ones" in notes
+        assert not [note for note in notes if "switched off" in note]
+
+
+@on_ranks(2)
+def test_draws_that_are_not_made_equal_are_named_as_the_cause(collective: Any) -> None:
+    from ringtrain.verify.compare import RANDOM_DRAWS, describe_findings
+    from tests.world.workloads.drawing import DrawingGamma
+
+    records = records_of(DrawingGamma(), collective, trials=("float64",), steps=2)
+    if collective.world.is_rank0:
+        lines, passed = describe_findings([1, 2], records)
+        assert not passed
+        assert lines[0] == RANDOM_DRAWS
 
 
 @pytest.mark.parametrize(
@@ -543,42 +557,6 @@ def test_two_ranks_train_the_layers_of_keras_as_one_does(collective: Any, only: 
     settings: dict[str, Any] = {"steps": 2, "global_batch_size": 5, "optimizer": {"name": "adam"}}
     findings, _ = findings_of(workload, collective, trials=trials, **settings)
     assert all(finding.passes for finding in findings), findings
-
-
-@on_ranks(2, 3)
-def test_noise_outside_of_training_is_equal_in_all_world_sizes(collective: Any) -> None:
-    """The trials cover one sum, groups, sharded updates and micro-batches."""
-    from tests.world.workloads.small import Noisy
-
-    trials = ("float64", "float32", "float64-sharded", "float64-accumulated")
-    findings, notes = findings_of(Noisy(), collective, trials=trials, steps=3)
-    assert [finding for finding in findings if not finding.passes] == []
-    if collective.world.is_rank0:
-        assert "noise: it draws random numbers in every call; in the comparison they are equal" in notes[0]
-
-
-@on_ranks(1)
-def test_random_draws_are_distinguished_from_other_samples(collective: Any) -> None:
-    import keras
-
-    from ringtrain.config import make_config
-    from ringtrain.verify.probes import OTHER_SAMPLES, RANDOM_DRAWS, find_batch_defect
-    from ringtrain.verify.record import create_recorded_job
-    from ringtrain.verify.trials import plan_trials
-    from tests.world.workloads.small import Noisy, Small
-
-    class Centred(Small):
-        def loss(self, y: Any, outputs: Any) -> Any:
-            return super().loss(y, outputs - keras.ops.mean(outputs, axis=0, keepdims=True))
-
-    unseeded = Noisy()
-    unseeded.options = {"is_seeded": False}  # type: ignore[misc]
-    expected = {Small(): "", Noisy(): "", unseeded: RANDOM_DRAWS, Centred(): OTHER_SAMPLES}
-    for workload, defect in expected.items():
-        config = make_config(SETTINGS, workload.defaults)
-        trial = plan_trials(config, is_reference=True)[0]
-        job, _ = create_recorded_job(workload, trial, collective)
-        assert find_batch_defect(job, 1e-10) == defect, workload
 
 
 def findings_of(

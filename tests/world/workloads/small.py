@@ -57,32 +57,6 @@ class Embedded(Small):
         return keras.Model(inputs, layers.Dense(NUM_CLASSES)(x))
 
 
-class AddNoise(layers.Layer):
-    """Adds noise whatever ``training`` is, as the sampling of a variational autoencoder does."""
-
-    def __init__(self, *, is_seeded: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self.seed_generator = keras.random.SeedGenerator(1) if is_seeded else None
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        if self.seed_generator is None:
-            return inputs + tf.random.normal(tf.shape(inputs), dtype=inputs.dtype)
-        noise = keras.random.normal(keras.ops.shape(inputs), dtype=inputs.dtype, seed=self.seed_generator)
-        return inputs + noise
-
-
-class Noisy(Small):
-    """With noise on the hidden layer, of a seed generator or without a seed."""
-
-    options: ClassVar[Mapping[str, Any]] = {"is_seeded": True}
-
-    def create_model(self) -> keras.Model:
-        inputs = keras.Input((NUM_FEATURES,))
-        hidden = layers.Dense(8, activation="tanh")(inputs)
-        noisy = AddNoise(is_seeded=bool(self.options["is_seeded"]), name="noise")(hidden)
-        return keras.Model(inputs, layers.Dense(NUM_CLASSES)(noisy))
-
-
 class OwnModel(keras.Sequential):
     """A model with a training step for `fit`."""
 

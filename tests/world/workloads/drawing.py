@@ -1,0 +1,74 @@
+"""Workloads that draw random numbers in every call, whatever ``training`` says."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from tests.world.workloads.small import NUM_CLASSES, NUM_FEATURES, Small
+
+
+class Sampling(layers.Layer):
+    """Adds noise, as the usual layer of a variational autoencoder."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(name="sampling")
+        self.kind = kind
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        shape = keras.ops.shape(inputs)
+        if self.kind == "generator":
+            return inputs + keras.random.normal(shape, seed=self.seed_generator, dtype=inputs.dtype)
+        if self.kind == "unseeded":
+            return inputs * keras.random.uniform(shape, 0.5, 1.5, dtype=inputs.dtype)
+        if self.kind == "tensorflow":
+            return inputs + tf.random.truncated_normal(tf.shape(inputs), dtype=inputs.dtype)
+        if self.kind == "dropout":
+            return keras.random.dropout(inputs, 0.5, seed=self.seed_generator)
+        if self.kind == "categorical":
+            drawn = keras.random.categorical(inputs, 1, seed=self.seed_generator)
+            return inputs + keras.ops.cast(drawn, inputs.dtype)
+        return inputs * keras.random.gamma(shape, 2.0, seed=self.seed_generator, dtype=inputs.dtype)
+
+
+class Drawing(Small):
+    """The small classifier, with noise in its hidden layer."""
+
+    kind = "generator"
+
+    def create_model(self) -> keras.Model:
+        inputs = keras.Input((NUM_FEATURES,))
+        hidden = layers.Dense(8, activation="tanh", name="hidden")(inputs)
+        return keras.Model(inputs, layers.Dense(NUM_CLASSES)(Sampling(self.kind)(hidden)))
+
+
+class DrawingUnseeded(Drawing):
+    kind = "unseeded"
+
+
+class DrawingByTensorFlow(Drawing):
+    kind = "tensorflow"
+
+
+class DrawingDropout(Drawing):
+    kind = "dropout"
+
+
+class DrawingCategorical(Drawing):
+    kind = "categorical"
+
+
+class DrawingGamma(Drawing):
+    """Its draws are not made equal."""
+
+    kind = "gamma"
+
+
+class DrawingLoss(Small):
+    """A loss with noise."""
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        noise = keras.random.normal(keras.ops.shape(outputs), dtype=outputs.dtype)
+        return super().loss(y, outputs + noise)

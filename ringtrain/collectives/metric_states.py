@@ -71,13 +71,20 @@ def leaf_metrics(metrics: Sequence[keras.metrics.Metric]) -> list[keras.metrics.
     leaves: list[keras.metrics.Metric] = []
     for metric in metrics:
         contents = getattr(metric, "metrics", None)
-        leaves += [metric] if contents is None else leaf_metrics(contents)
+        if contents is None:
+            leaves.append(metric)
+        else:
+            leaves += leaf_metrics(contents)
     return leaves
 
 
 def read_states(metrics: Sequence[keras.metrics.Metric]) -> list[MetricState]:
     """Copy the local states of metrics."""
-    return [MetricState(metric, [read_value(v) for v in metric.variables]) for metric in metrics]
+    states = []
+    for metric in metrics:
+        values = list(map(read_value, metric.variables))
+        states.append(MetricState(metric, values))
+    return states
 
 
 def read_value(variable: Any) -> Array:
@@ -108,10 +115,11 @@ def merging_of(metric: keras.metrics.Metric) -> Merging:
 
 
 def is_sum_by_keras(metric: keras.metrics.Metric) -> bool:
-    """True if Keras itself updates and resets the state. All of Keras' metrics add to their variables."""
-    return all(
-        getattr(type(metric), method).__module__.startswith("keras.") for method in ("update_state", "reset_state")
-    )
+    """Return True if Keras itself updates and resets the state. All of Keras' metrics add to their variables."""
+    for method in ("update_state", "reset_state"):
+        if not getattr(type(metric), method).__module__.startswith("keras."):
+            return False
+    return True
 
 
 def needs_trace(metric: keras.metrics.Metric) -> bool:
@@ -150,49 +158,66 @@ def watch_updates(metrics: Sequence[keras.metrics.Metric]) -> None:
 def _watched_update(metric: keras.metrics.Metric, *, is_container: bool) -> Callable[..., Any]:
     plain_update = metric.update_state
 
-    def update_state(*arguments: Any, **keywords: Any) -> Any:
+    def update_state(y_true: Any, *others: Any, **keywords: Any) -> Any:
         object.__delattr__(metric, "update_state")
         if is_container:
             if not metric.built:
-                metric.build(*arguments[:2])  # y_true, y_pred
+                metric.build(y_true, others[0])
             watch_updates(metric.metrics)
-            return plain_update(*arguments, **keywords)
-        result = plain_update(*arguments, **keywords)
-        with tf.init_scope():
-            trace_merging(metric, *arguments, **keywords)
+        result = plain_update(y_true, *others, **keywords)
+        if not is_container:
+            with tf.init_scope():
+                trace_merging(metric, y_true, *others, **keywords)
         return result
 
     return update_state
 
 
 def _merging_of_update(metric: keras.metrics.Metric, arguments: Any, keywords: Any) -> Merging:
+    """Trace an update, and read from its graph what becomes of each variable."""
     if not metric.variables:
         return Merging(reason="it keeps its state in no variable")
-    leaves = tf.nest.flatten((arguments, keywords))
-    is_tensor = [tf.is_tensor(leaf) or isinstance(leaf, np.ndarray) for leaf in leaves]
-    tensor_specs = [tf.type_spec_from_value(leaf) for leaf, is_one in zip(leaves, is_tensor, strict=True) if is_one]
-    state_specs = [tf.TensorSpec(v.shape, v.dtype) for v in metric.variables]
-
-    def update(states: list[tf.Tensor], tensors: list[Any]) -> list[tf.Tensor]:
-        remaining = iter(tensors)
-        traced = [next(remaining) if is_one else leaf for leaf, is_one in zip(leaves, is_tensor, strict=True)]
-        packed_arguments, packed_keywords = tf.nest.pack_sequence_as((arguments, keywords), traced)
-        updated = metric.stateless_update_state(states, *packed_arguments, **packed_keywords)
-        return [tf.convert_to_tensor(value) for value in updated]
-
-    graph = tf.function(update, autograph=False).get_concrete_function(state_specs, tensor_specs).graph
-    old_states = graph.inputs[: len(state_specs)]
+    graph = _trace_update(metric, arguments, keywords)
+    old_states = graph.inputs[: len(metric.variables)]
     reset_values = metric.stateless_reset_state()
     reductions: list[Reduction] = []
-    for variable, old, new, reset_value in zip(metric.variables, old_states, graph.outputs, reset_values, strict=True):
-        reduction = _reduction_of(new, old, old_states)
-        name = variable.path
+    for number, variable in enumerate(metric.variables):
+        reduction = _reduction_of(graph.outputs[number], old_states[number], old_states)
         if reduction is None:
-            return Merging(reason=f"its variable {name!r} is no sum, maximum or minimum over the samples")
-        if reduction == "sum" and np.any(np.asarray(keras.ops.convert_to_numpy(reset_value))):
-            return Merging(reason=f"its variable {name!r} is a sum that does not begin at 0")
+            reason = f"its variable {variable.path!r} is no sum, maximum or minimum over the samples"
+            return Merging(reason=reason)
+        if reduction == "sum" and np.any(keras.ops.convert_to_numpy(reset_values[number])):
+            return Merging(reason=f"its variable {variable.path!r} is a sum that does not begin at 0")
         reductions.append(reduction)
     return Merging(reductions=tuple(reductions))
+
+
+def _trace_update(metric: keras.metrics.Metric, arguments: Any, keywords: Any) -> tf.Graph:
+    """Return the graph of an update.
+
+    Its inputs are the values of the metric's variables, then the tensors; its outputs are the new values.
+    """
+    leaves = tf.nest.flatten((arguments, keywords))
+    tensor_numbers = []
+    tensor_specs = []
+    for number, leaf in enumerate(leaves):
+        if tf.is_tensor(leaf) or isinstance(leaf, np.ndarray):
+            tensor_numbers.append(number)
+            tensor_specs.append(tf.type_spec_from_value(leaf))
+    state_specs = []
+    for variable in metric.variables:
+        state_specs.append(tf.TensorSpec(variable.shape, variable.dtype))
+
+    def update(states: list[tf.Tensor], tensors: list[Any]) -> list[tf.Tensor]:
+        traced_leaves = list(leaves)
+        for number, tensor in zip(tensor_numbers, tensors, strict=True):
+            traced_leaves[number] = tensor
+        packed = tf.nest.pack_sequence_as((arguments, keywords), traced_leaves)
+        updated = metric.stateless_update_state(states, *packed[0], **packed[1])
+        return list(map(tf.convert_to_tensor, updated))
+
+    function = tf.function(update, autograph=False)
+    return function.get_concrete_function(state_specs, tensor_specs).graph
 
 
 def _reduction_of(new: tf.Tensor, old: tf.Tensor, all_old: Sequence[tf.Tensor]) -> Reduction | None:
@@ -214,13 +239,14 @@ def _reduction_of(new: tf.Tensor, old: tf.Tensor, all_old: Sequence[tf.Tensor]) 
             return None
         reductions.add(reduction)
         new = dependent[0]
-    if len(reductions) > 1:
-        return None
-    return reductions.pop() if reductions else "max"
+    if not reductions:
+        return "max"
+    return reductions.pop() if len(reductions) == 1 else None
 
 
 def _depends_on(tensor: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
-    return any(found is source for found in _ancestors(tensor) for source in sources)
+    source_ids = set(map(id, sources))
+    return any(id(ancestor) in source_ids for ancestor in _ancestors(tensor))
 
 
 def _ancestors(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
@@ -244,34 +270,47 @@ def require_same_metrics(metrics: Sequence[keras.metrics.Metric], collective: Co
     Raises:
         UsageError: it names the ranks and the first difference.
     """
-    facts = [
-        [metric.name, [list(v.shape) for v in metric.variables], merging_of(metric).reductions] for metric in metrics
-    ]
-    require_same_list(facts, [metric.name for metric in metrics], collective, name=name, kind="metrics")
+    facts = []
+    names = []
+    for metric in metrics:
+        shapes = [list(variable.shape) for variable in metric.variables]
+        facts.append([metric.name, shapes, merging_of(metric).reductions])
+        names.append(metric.name)
+    require_same_list(facts, names, collective, name=name, kind="metrics")
 
 
 def require_same_list(
-    facts: Sequence[Any], names: Sequence[str], collective: Collective, *, name: str, kind: str
+    facts: Sequence[Any],
+    names: Sequence[str],
+    collective: Collective,
+    *,
+    name: str,
+    kind: str,
 ) -> None:
-    """Compare what is exchanged by position. ``names``: one for each fact. Collective.
+    """Compare what is exchanged by position. Collective.
+
+    Args:
+        facts: JSON values.
+        names: one for each fact.
+        collective: of the ranks that are compared.
+        name: identifies the call.
+        kind: for the message, such as "metrics".
 
     Raises:
         UsageError: the facts differ between ranks.
     """
-    of_ranks = all_gather_object(collective, [list(facts), list(names)], name=name)
-    first_facts, first_names = of_ranks[0]
-    for rank, (rank_facts, rank_names) in enumerate(of_ranks):
-        if rank_facts == first_facts:
-            continue
-        remedy = f"Pass the same {kind} and validation_data to compile() and fit() on every rank."
+    lists_by_rank = all_gather_object(collective, [list(facts), list(names)], name=name)
+    first_facts, first_names = lists_by_rank[0]
+    remedy = f"Pass the same {kind} and validation_data to compile() and fit() on every rank."
+    for rank, (rank_facts, rank_names) in enumerate(lists_by_rank):
         if rank_names != first_names:
             raise UsageError(
                 f"the ranks have different {kind}: rank 0 has {', '.join(first_names) or 'none'}, rank {rank} has "
                 f"{', '.join(rank_names) or 'none'}. {remedy}"
             )
-        pairs = zip(first_names, first_facts, rank_facts, strict=True)
-        different = next(label for label, mine, other in pairs if mine != other)
-        raise UsageError(f"{kind}: {different!r} has another state on rank {rank} than on rank 0. {remedy}")
+        for label, first_fact, rank_fact in zip(first_names, first_facts, rank_facts, strict=True):
+            if rank_fact != first_fact:
+                raise UsageError(f"{kind}: {label!r} has another state on rank {rank} than on rank 0. {remedy}")
 
 
 def merge_states(states: Sequence[MetricState], collective: Collective, *, name: str) -> list[MetricState]:
@@ -279,48 +318,73 @@ def merge_states(states: Sequence[MetricState], collective: Collective, *, name:
 
     The metrics are the same on all ranks (``require_same_metrics``). Sums are added in float64.
     """
-    merged = [MetricState(state.metric, list(state.values)) for state in states]
-    mergings = [merging_of(state.metric) for state in states]
-    _sum_over_ranks(merged, mergings, collective, name=name)
-    others = [index for index, merging in enumerate(mergings) if not (merging.is_sum or merging.reason)]
-    if not others:
-        return merged
-    local = [[value.astype(np.float64).tolist() for value in merged[index].values] for index in others]
-    of_ranks = all_gather_object(collective, local, name=f"{name}/others")
-    for position, index in enumerate(others):
-        by_rank = [[np.asarray(value, np.float64) for value in rank_values[position]] for rank_values in of_ranks]
-        merged[index] = MetricState(merged[index].metric, _combine(merged[index].metric, mergings[index], by_rank))
+    merged = []
+    sums = []
+    others = []
+    for state in states:
+        copy = MetricState(state.metric, list(state.values))
+        merged.append(copy)
+        merging = merging_of(state.metric)
+        if merging.is_sum:
+            sums.append(copy)
+        elif not merging.reason:
+            others.append(copy)
+    _sum_over_ranks(sums, collective, name=name)
+    if others:
+        _merge_others(others, collective, name=f"{name}/others")
     return merged
 
 
-def _sum_over_ranks(
-    states: Sequence[MetricState], mergings: Sequence[Merging], collective: Collective, *, name: str
-) -> None:
-    """Replace the values of all states that are sums, in one all-reduce. Collective."""
-    summed = [state for state, merging in zip(states, mergings, strict=True) if merging.is_sum]
-    values = [value for state in summed for value in state.values]
-    flat = np.concatenate([np.zeros(1), *(value.ravel().astype(np.float64) for value in values)])
-    [total] = collective.all_reduce([tf.constant(flat)], name=name)
+def _sum_over_ranks(states: Sequence[MetricState], collective: Collective, *, name: str) -> None:
+    """Replace the values of states that are sums, in one all-reduce. Collective."""
+    parts = [np.zeros(1)]
+    for state in states:
+        for value in state.values:
+            parts.append(value.ravel().astype(np.float64))
+    [total] = collective.all_reduce([tf.constant(np.concatenate(parts))], name=name)
     remaining = total.numpy()[1:]
-    for state in summed:
+    for state in states:
         for number, value in enumerate(state.values):
             state.values[number] = remaining[: value.size].reshape(value.shape)
             remaining = remaining[value.size :]
 
 
-def _combine(metric: keras.metrics.Metric, merging: Merging, by_rank: Sequence[Sequence[Array]]) -> list[Array]:
+def _merge_others(states: Sequence[MetricState], collective: Collective, *, name: str) -> None:
+    """Replace the values of states that are no sums, in one exchange of objects. Collective."""
+    local_values = []
+    for state in states:
+        local_values.append([value.astype(np.float64).tolist() for value in state.values])
+    values_by_rank = all_gather_object(collective, local_values, name=name)
+    for number, state in enumerate(states):
+        state_by_rank = []
+        for rank_values in values_by_rank:
+            state_by_rank.append(list(map(np.asarray, rank_values[number])))
+        state.values[:] = _combine(state.metric, state_by_rank)
+
+
+def _combine(metric: keras.metrics.Metric, values_by_rank: Sequence[Sequence[Array]]) -> list[Array]:
     """Merge one metric's values [ranks][variables]."""
-    if merging.reductions is not None:
-        by_variable = zip(*by_rank, strict=True)
-        return [COMBINE[reduction](values) for reduction, values in zip(merging.reductions, by_variable, strict=True)]
-    own_state = read_states([metric])
-    copies = [_copy_with_state(metric, values) for values in by_rank]
+    reductions = merging_of(metric).reductions
+    if reductions is None:
+        return _combine_by_merge_state(metric, values_by_rank)
+    merged = []
+    for number, reduction in enumerate(reductions):
+        variable_by_rank = [rank_values[number] for rank_values in values_by_rank]
+        merged.append(COMBINE[reduction](variable_by_rank))
+    return merged
+
+
+def _combine_by_merge_state(metric: keras.metrics.Metric, values_by_rank: Sequence[Sequence[Array]]) -> list[Array]:
+    local_state = read_states([metric])
+    copies = []
+    for values in values_by_rank:
+        copies.append(_copy_with_state(metric, values))
     try:
         metric.reset_state()
         metric.merge_state(copies)
         return read_states([metric])[0].values
     finally:
-        write_states(own_state)
+        write_states(local_state)
 
 
 def _copy_with_state(metric: keras.metrics.Metric, values: Sequence[Array]) -> keras.metrics.Metric:

@@ -68,8 +68,7 @@ class FitLog:
 
     def carry_over(self) -> None:
         """Keep the sums of an epoch, which Keras resets. Collective."""
-        sums = _sums(self._merge())
-        self._carried = sums if self._sums_before is None else sums - self._sums_before
+        self._carried = self._since_last_line(_sums(self._merge()))
 
     def end_epoch(self, step: int) -> None:
         if self._carried is None:
@@ -85,11 +84,9 @@ class FitLog:
         merged = self._merge()
         self._compare_names(logs)
         sums = _sums(merged)
-        since_last_line = merged
-        if self._sums_before is not None:
-            since_last_line = _with_sums(merged, sums - self._sums_before)
+        since_last_line = _with_sums(merged, self._since_last_line(sums))
         samples = round(count_samples(since_last_line) or 0)
-        values = self._values_of(scalars(logs), since_last_line if samples else [])
+        values = self._values_of(scalars(logs), since_last_line, samples=samples)
         means = Means(values, samples, step - self._steps_before, self._seconds)
         self._sums_before = sums
         self._steps_before = step
@@ -108,23 +105,27 @@ class FitLog:
 
     def read_validation(self, logs: Mapping[str, Any]) -> Means:
         """Return the values of the validation, if any. Collective."""
-        local_values = {
-            name.removeprefix("val_"): value for name, value in scalars(logs).items() if name.startswith("val_")
-        }
+        local_values = {}
+        for name, value in scalars(logs).items():
+            if name.startswith("val_"):
+                local_values[name.removeprefix("val_")] = value
         had = all_gather_object(self._collective, bool(local_values), name="fit/validated")
         if not all(had):
             return Means(run_on_rank0(self._collective, lambda: local_values, name="fit/validated_by_rank0"))
         names = sorted(local_values)
-        require_same_list(names, names, self._collective, name="fit/validation", kind="validation metrics")
+        kind = "validation metrics"
+        require_same_list(names, names, self._collective, name="fit/validation", kind=kind)
         merged = self._merge()  # Keras has not reset the states of that validation
         samples = round(count_samples(merged) or 0)
-        return Means(self._values_of(local_values, merged if samples else []), samples)
+        return Means(self._values_of(local_values, merged, samples=samples), samples)
 
     def own(self) -> Arrays:
         """Return what a checkpoint keeps of the log."""
-        sums = [] if self._sums_before is None else self._sums_before.tolist()
+        saved = [np.array([self._steps_before], np.float64)]
+        if self._sums_before is not None:
+            saved.append(self._sums_before)
         return {
-            "metrics/log": np.array([self._steps_before, *sums], np.float64),
+            "metrics/log": np.concatenate(saved),
             "metrics/seconds": np.array([self._seconds]),
         }
 
@@ -133,42 +134,66 @@ class FitLog:
             return
         saved = own["metrics/log"]
         self._steps_before = int(saved[0])
-        self._sums_before = saved[1:] if saved.size > 1 else None
+        self._sums_before = None
+        if saved.size > 1:
+            self._sums_before = saved[1:]
         self._seconds = float(own["metrics/seconds"][0])
 
     def _merge(self) -> list[MetricState]:
         """Merge the metrics' states of all ranks. Collective."""
         if not self._are_metrics_compared:
-            require_same_metrics(leaf_metrics(self._model.metrics), self._collective, name="fit/metric_names")
+            metrics = leaf_metrics(self._model.metrics)
+            require_same_metrics(metrics, self._collective, name="fit/metric_names")
             self._are_metrics_compared = True
         return merge_states(read_metric_states(self._model), self._collective, name="fit/metrics")
 
     def _read(self, states: Sequence[MetricState]) -> dict[str, float]:
         return read_results(self._model, states, num_ranks=self._collective.world.size)
 
-    def _values_of(self, logs: Mapping[str, float], states: Sequence[MetricState]) -> dict[str, float]:
+    def _since_last_line(self, sums: Vector) -> Vector:
+        if self._sums_before is None:
+            return sums
+        return sums - self._sums_before
+
+    def _values_of(
+        self,
+        logs: Mapping[str, float],
+        states: Sequence[MetricState],
+        *,
+        samples: int,
+    ) -> dict[str, float]:
         """Return the values over all ranks of what a step has returned. Collective.
 
         A value that is no metric's result, such as one of a user-defined ``train_step``, is averaged over the ranks.
 
         Args:
             logs: this rank's values, of names that are equal on all ranks.
-            states: merged; empty if the step has updated no metric.
+            states: merged.
+            samples: over all ranks; 0 if the step has updated no metric.
         """
-        unmergeable = find_unmergeable(self._model) if self._collective.world.size > 1 else set()
-        merged = self._read(states) if states else {}
-        others = {name: value for name, value in logs.items() if name not in merged and name not in unmergeable}
-        values = self._mean_over_ranks(others) if others else {}
-        for name in logs:
+        values: dict[str, float] = {}
+        merged: dict[str, float] = {}
+        if samples:
+            merged = self._read(states)
+        unmergeable: set[str] = set()
+        if self._collective.world.size > 1:
+            unmergeable = find_unmergeable(self._model)
+        others = {}
+        for name, value in logs.items():
             if name in merged:
                 values[name] = merged[name]
+            elif name not in unmergeable:
+                others[name] = value
+        if others:
+            values |= self._mean_over_ranks(others)
         return values
 
     def _compare_names(self, logs: Mapping[str, Any]) -> None:
         """Compare the names in the first logs between ranks. Collective."""
         if not self._are_logs_compared:
             names = sorted(scalars(logs))
-            require_same_list(names, names, self._collective, name="fit/logs", kind="values in the logs")
+            kind = "values in the logs"
+            require_same_list(names, names, self._collective, name="fit/logs", kind=kind)
             self._are_logs_compared = True
 
     def _mean_over_ranks(self, local_values: dict[str, float]) -> dict[str, float]:
@@ -197,6 +222,7 @@ def _with_sums(states: Sequence[MetricState], sums: Vector) -> list[MetricState]
         for value in state.values:
             values.append(sums[: value.size].reshape(value.shape))
             sums = sums[value.size :]
-        is_sum = merging_of(state.metric).is_sum
-        replaced.append(MetricState(state.metric, values if is_sum else state.values))
+        if not merging_of(state.metric).is_sum:
+            values = state.values
+        replaced.append(MetricState(state.metric, values))
     return replaced

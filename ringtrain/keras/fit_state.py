@@ -16,15 +16,21 @@ from ringtrain.run.variables import name_variables, named_slots, named_weights
 
 def built_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """Return the optimizers that have variables, by path; first the compiled one."""
-    return {path: optimizer for path, optimizer in find_optimizers(model).items() if optimizer.built}
+    built = {}
+    for path, optimizer in find_optimizers(model).items():
+        if optimizer.built:
+            built[path] = optimizer
+    return built
 
 
 def name_state(model: keras.Model, optimizers: Mapping[str, keras.optimizers.Optimizer]) -> dict[str, keras.Variable]:
     """Name weights and slots as in a checkpoint: ``weights/...``, ``slots/...``, ``optimizers/g_opt/...``."""
     kinds = {"weights": named_weights(model)}
     for path, optimizer in optimizers.items():
-        kind = "slots" if path == COMPILED_OPTIMIZER else f"optimizers/{path}"
-        kinds[kind] = named_slots(optimizer)
+        if path == COMPILED_OPTIMIZER:
+            kinds["slots"] = named_slots(optimizer)
+        else:
+            kinds[f"optimizers/{path}"] = named_slots(optimizer)
     return name_variables(**kinds)
 
 

@@ -34,7 +34,7 @@ def watch_metrics(model: keras.Model) -> None:
     Steps that an earlier ``fit`` has traced are traced again if they have such metrics.
     """
     watch_updates(model.metrics)
-    if not any(needs_trace(metric) for metric in leaf_metrics(model.metrics)):
+    if not any(map(needs_trace, leaf_metrics(model.metrics))):
         return
     if model.train_function is not None:
         model.make_train_function(force=True)
@@ -53,10 +53,11 @@ def read_results(model: keras.Model, states: Sequence[MetricState], *, num_ranks
     With several ranks, metrics whose states cannot be merged are left out, with one warning each.
     """
     unmergeable = []
-    if num_ranks > 1:
-        unmergeable = [state.metric for state in states if merging_of(state.metric).reason]
-    for metric in unmergeable:
-        warn_of_unmergeable(metric.name, type(metric).__name__, merging_of(metric).reason)
+    for state in states:
+        reason = merging_of(state.metric).reason
+        if reason and num_ranks > 1:
+            unmergeable.append(state.metric)
+            warn_of_unmergeable(state.metric.name, type(state.metric).__name__, reason)
     with _temporary_states(model, states), _without_results(unmergeable):
         return scalars(model.get_metrics_result())
 
@@ -73,8 +74,9 @@ def count_samples(states: Sequence[MetricState]) -> float | None:
     for state in states:
         metric = state.metric
         if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
-            counts = zip(metric.variables, state.values, strict=True)
-            return next(float(value) for variable, value in counts if variable is metric.count)
+            for variable, value in zip(metric.variables, state.values, strict=True):
+                if variable is metric.count:
+                    return float(value)
     return None
 
 

@@ -35,13 +35,13 @@ def find_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]
     compiled = getattr(model, "optimizer", None)
     if compiled is not None:
         optimizers[COMPILED_OPTIMIZER] = compiled
-    parts = set()
     for path, value in _walk(model):
         if isinstance(value, keras.optimizers.Optimizer) and value is not compiled:
             optimizers[path] = value
+    part_ids: set[int] = set()
     for optimizer in optimizers.values():
-        parts |= {id(part) for part in parts_of(optimizer)}
-    return {path: optimizer for path, optimizer in optimizers.items() if id(optimizer) not in parts}
+        part_ids.update(map(id, parts_of(optimizer)))
+    return {path: optimizer for path, optimizer in optimizers.items() if id(optimizer) not in part_ids}
 
 
 def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
@@ -70,7 +70,9 @@ def find_variables(owner: Any) -> dict[str, keras.Variable | tf.Variable]:
 
 def variable_id(variable: keras.Variable | tf.Variable) -> int:
     """Return the same number for a Keras variable and its TensorFlow variable."""
-    return id(variable.value) if isinstance(variable, keras.Variable) else id(variable)
+    if isinstance(variable, keras.Variable):
+        return id(variable.value)
+    return id(variable)
 
 
 def _walk(owner: Any) -> Iterator[tuple[str, Any]]:

@@ -121,9 +121,8 @@ class Evaluate(Action):
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
             console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
-        console.line(
-            f"epoch {round(epoch, 2):g}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
-        )
+        where = f"epoch {round(epoch, 2):g}, step {step}" if self._job.plan.order.has_known_length else f"step {step}"
+        console.line(f"{where}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)")
         took = round(seconds, 3)
         self._session.log("eval", result.values, step=step, epoch=epoch, samples=result.samples, seconds=took)
         try:

@@ -33,7 +33,7 @@ def needs_every_rank(workload: Workload, model: keras.Model) -> bool:
 def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool) -> Any:
     """Errors of user-defined layers are raised unchanged."""
     try:
-        outputs = model(x, training=training)
+        outputs = model(with_known_dimensions(model, x), training=training)
     except Exception as error:
         if isinstance(error, tf.errors.ResourceExhaustedError) or any(
             is_users_own(frame.filename) for frame in traceback.extract_tb(error.__traceback__)
@@ -53,6 +53,20 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
             "give a tensor, or a structure of tensors."
         )
     return outputs
+
+
+def with_known_dimensions(model: keras.Model, x: Any) -> Any:
+    """Give inputs of unknown length the dimensions that the model's ``keras.Input`` fixes; layers compute by them."""
+    inputs = getattr(model, "inputs", None)
+    leaves = tf.nest.flatten(x)
+    if not inputs or len(inputs) != len(leaves) or len(leaves) != 1:
+        return x
+    [leaf] = leaves
+    [known] = inputs
+    is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank == len(known.shape)
+    if not is_dense or leaf.shape[1:].is_fully_defined():
+        return x
+    return tf.nest.pack_sequence_as(x, [tf.ensure_shape(leaf, [None, *known.shape[1:]])])
 
 
 def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:

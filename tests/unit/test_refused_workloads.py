@@ -226,6 +226,7 @@ def test_a_generator_of_more_than_pairs_is_named() -> None:
             r"hold a SparseTensor; .* tf\.sparse\.to_dense\(array\)",
         ),
         (lambda: np.zeros([3, 2]), r"have the shapes \(3, 2\), \(2,\)"),
+        (lambda: 10 * [[1.0, 2.0]], r"have the shapes 20 times \(\), \(2,\); .* np\.asarray\(the_list\)"),
     ],
 )
 def test_arrays_are_dense_and_of_one_length(x: Any, remedy: str) -> None:

@@ -308,7 +308,7 @@ def test_evaluation_labels_are_checked_in_each_batch() -> None:
             r"the types datetime64\[D\], int64, and TensorFlow cannot take them",
         ),
         (np.array([None], object), "the types object, int64, and TensorFlow cannot take them"),
-        ([0.5] * 500, r"characters\); the first dimension .*np.asarray"),
+        ([0.5] * 500, r"500 times \(\), \(1,\); the first dimension .*np.asarray"),
     ],
     ids=["dates", "objects", "list"],
 )

@@ -177,7 +177,7 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
         if num_steps == 1:
             in_flight.append(train_step(job, session, step + 1, next(singles)))
             step, is_last = step + 1, in_flight[-1].is_last
-            pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
+            pauses = is_last or any(action.needs_pause and action.is_due(step, is_last=False) for action in actions)
             settle_all_but(0 if pauses else steps_ahead)
         else:
             settle_all_but(0)

@@ -70,15 +70,8 @@ def with_known_dimensions(model: keras.Model, x: Any) -> Any:
 
 
 def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Return losses and metrics, [n] each.
-
-    Half-precision outputs become float32, for their range. For float64 outputs (``verify``) y's floats become float64:
-    TensorFlow does not mix types.
-    """
-    halves = (tf.float16, tf.bfloat16)
-    outputs = tf.nest.map_structure(lambda each: tf.cast(each, tf.float32) if each.dtype in halves else each, outputs)
-    if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):
-        y = tf.nest.map_structure(lambda each: tf.cast(each, tf.float64) if each.dtype.is_floating else each, y)
+    """Return losses and metrics, [n] each; see ``as_computed``."""
+    y, outputs = as_computed(y, outputs)
     name = type(workload).__name__
     num_samples = next((leaf.shape[0] for leaf in tf.nest.flatten(y) if leaf.shape.rank), None)
     losses = _one_for_each(name, "loss", workload.loss(y, outputs), num_samples)
@@ -100,6 +93,19 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
             f"such as {'my_' + taken[0]!r}; taken are {', '.join(sorted(RESERVED_NAMES))}."
         )
     return losses, {key: _one_for_each(name, key, value, num_samples) for key, value in metrics.items()}
+
+
+def as_computed(y: Any, outputs: Any) -> tuple[Any, Any]:
+    """Return y and outputs in the types that losses and metrics get.
+
+    Half-precision outputs become float32, for their range. For float64 outputs (``verify``) y's floats become float64:
+    TensorFlow does not mix types.
+    """
+    halves = (tf.float16, tf.bfloat16)
+    outputs = tf.nest.map_structure(lambda each: tf.cast(each, tf.float32) if each.dtype in halves else each, outputs)
+    if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):
+        y = tf.nest.map_structure(lambda each: tf.cast(each, tf.float64) if each.dtype.is_floating else each, y)
+    return y, outputs
 
 
 def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None) -> tf.Tensor:

@@ -115,8 +115,14 @@ def random_flip_left_right(images: tf.Tensor, keys: tf.Tensor, *, draw: int = 0)
 
 @graph_code
 def random_brightness(images: tf.Tensor, keys: tf.Tensor, max_delta: float, *, draw: int = 0) -> tf.Tensor:
-    """Add a random number in [-max_delta, max_delta) to each image, floats [n, h, w, c]."""
-    return images + _one_for_each(uniform(keys, draw) * (2 * max_delta) - max_delta, images)
+    """Add a random number in [-max_delta, max_delta) to each image [n, h, w, c].
+
+    ``max_delta`` is in the unit of the values, such as 25 for integers from 0 to 255. Floats are not clipped. Integers
+    are rounded, and clipped to the range of their type.
+    """
+    values = _to_float(images)
+    deltas = _one_for_each(uniform(keys, draw) * (2 * max_delta) - max_delta, values)
+    return _to_type_of(images, values + deltas)
 
 
 @graph_code
@@ -124,26 +130,29 @@ def random_contrast(images: tf.Tensor, keys: tf.Tensor, lower: float, upper: flo
     """Scale each channel about its mean, like ``tf.image.adjust_contrast``, by one factor per image.
 
     Args:
-        images: floats [n, h, w, c].
+        images: [n, h, w, c]; floats are not clipped, integers are rounded and clipped to the range of their type.
         keys: of ``sample_keys``, uint64 [n].
         lower, upper: the factor is in [lower, upper).
     """
-    factors = _one_for_each(uniform(keys, draw) * (upper - lower) + lower, images)
-    means = tf.cast(_mean(images, axes=[1, 2]), images.dtype)  # [n, 1, 1, c]
-    return images * factors + (means - means * factors)
+    values = _to_float(images)
+    factors = _one_for_each(uniform(keys, draw) * (upper - lower) + lower, values)
+    means = tf.cast(_mean(images, axes=[1, 2]), values.dtype)  # [n, 1, 1, c]
+    return _to_type_of(images, values * factors + (means - means * factors))
 
 
 @graph_code
 def per_image_standardization(images: tf.Tensor) -> tf.Tensor:
     """Give each image [n, h, w, c] mean 0 and standard deviation 1, like ``tf.image.per_image_standardization``.
 
-    The deviation is at least 1/sqrt(h * w * c): images of one colour become 0.
+    The deviation is at least 1/sqrt(h * w * c): images of one colour become 0. Integers become float32.
     """
     means = _mean(images, axes=[1, 2, 3])
     variances = _mean(tf.square(tf.cast(images, tf.float64) - means), axes=[1, 2, 3])
     num_values = images.shape[1] * images.shape[2] * images.shape[3]
     deviations = tf.sqrt(tf.maximum(variances, 1 / num_values))
-    return (images - tf.cast(means, images.dtype)) / tf.cast(deviations, images.dtype)
+    values = _to_float(images)
+    standardized = (values - tf.cast(means, values.dtype)) / tf.cast(deviations, values.dtype)
+    return _to_type_of(images, standardized) if images.dtype.is_floating else standardized
 
 
 def _gather_pixels(images: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
@@ -152,6 +161,18 @@ def _gather_pixels(images: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf
     first_rows = tf.range(tf.shape(images)[0])[:, tf.newaxis] * height  # [n, 1]
     pixels = (first_rows + rows)[:, :, tf.newaxis] * width + columns[:, tf.newaxis, :]  # [n, rows, columns]
     return tf.gather(tf.reshape(images, [-1, channels]), pixels)
+
+
+def _to_float(images: tf.Tensor) -> tf.Tensor:
+    """Return float32 images, for the range and precision of the computation; float64 stays."""
+    return images if images.dtype == tf.float64 else tf.cast(images, tf.float32)
+
+
+def _to_type_of(images: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Cast back to the type of the images; integers are rounded and clipped to their range."""
+    if images.dtype.is_integer:
+        values = tf.round(values)
+    return tf.saturate_cast(values, images.dtype)
 
 
 def _one_for_each(values: tf.Tensor, images: tf.Tensor) -> tf.Tensor:

@@ -43,6 +43,11 @@ class SampleOrder:
         return self.num_samples
 
     @property
+    def has_known_length(self) -> bool:
+        """False for one pass of a stream, as long as its data last."""
+        return True
+
+    @property
     def depends_on_ranks(self) -> bool:
         """True if the samples of a step depend on the number of ranks."""
         return False
@@ -104,6 +109,7 @@ class StreamingOrder(SampleOrder):
     """
 
     is_single_pass: bool  # training ends when no rank has data
+    has_known_length: bool = True  # False: one pass, as long as the data last
     is_shared: bool = False  # ranks slice the same data: the same steps for any number of ranks
 
     @property

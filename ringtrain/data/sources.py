@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import collections
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
@@ -125,6 +126,15 @@ class ArraySource:
         return {"/".join(map(str, path)): array for path, array in leaves}
 
 
+def count_shapes(arrays: Sequence[Any]) -> str:
+    """Return for example ``(10, 3), 20 times ()``."""
+    counts = collections.Counter(str(np.shape(array)) for array in arrays)
+    words = []
+    for shape, count in counts.items():
+        words.append(shape if count == 1 else f"{count} times {shape}")
+    return shorten(", ".join(words))
+
+
 def from_arrays(x: Any, y: Any) -> ArraySource:
     """Create a source of samples in memory.
 
@@ -146,10 +156,9 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
             )
     lengths = {len(array) for array in arrays if np.ndim(array)}
     if len(lengths) != 1 or not all(map(np.ndim, arrays)):
-        shapes = shorten(", ".join(str(np.shape(array)) for array in arrays))
         raise DataError(
-            f"the arrays of a source have the shapes {shapes}; the first dimension counts the samples and must be the "
-            "same in all of them. Of a list make one array: np.asarray(the_list).",
+            f"the arrays of a source have the shapes {count_shapes(arrays)}; the first dimension counts the samples "
+            "and must be the same in all of them. Of a list make one array: np.asarray(the_list).",
         )
     try:
         with tf.device("CPU"):
@@ -197,20 +206,25 @@ class Feed(NamedTuple):
         open_pass: (pass, batches to skip) -> this rank's batches (x, y); a third argument, from ``read_state``, avoids
             rereading.
         steps_per_epoch: steps of a pass; None: one pass, until no rank has a batch.
-        count_steps: this rank's batches of a pass; None if unknown.
+        count_steps: this rank's batches of a pass; None if unknown, infinity if it has no end.
         replays: skipped batches must be reread.
         is_shared: all ranks read the same batches, and slice them.
         read_state: state of the latest iterator; empty if unsupported.
         goes_on: the next pass continues the same iterator.
+        has_no_end: a pass is known to be infinite.
+        read_spec: types and shapes of the batches of a pass, as TensorSpecs with None for unknown dimensions, which may
+            differ between batches; None if the batches of all steps have the shapes of the first one.
     """
 
     open_pass: Callable[..., Iterator[tuple[Any, Any]]]
     steps_per_epoch: int | None
-    count_steps: Callable[[Pass], int | None] = lambda _: None
+    count_steps: Callable[[Pass], float | None] = lambda _: None
     replays: bool = True
     is_shared: bool = False
     read_state: Callable[[], bytes] | None = None
     goes_on: bool = False
+    has_no_end: bool = False
+    read_spec: Callable[[Pass], Any] = lambda _: None
 
 
 def bytes_of(values: Any) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,12 @@ from ringtrain.messages.log import LOG
 from ringtrain.runtime.world import World
 
 PAIR_REMEDY = "Weights of samples go into y, such as {'label': ..., 'weight': ...}, and the workload's loss uses them."
+# padded_batch works on batches of a rank, so that a single dataset for all ranks cannot have it.
+PADDING_REMEDY = (
+    "Pad sequences: from_dataset(lambda of: samples.shard(of.size, of.rank).padded_batch(of.local_batch_size)), or "
+    "bucket_by_sequence_length(...) in place of padded_batch, whose batches may differ in length."
+)
+SIGNS_OF_LENGTHS = ("Cannot batch tensors with different shapes", "Cannot add tensor to the batch")
 TELLING_SECONDS = 1.0  # replays longer than this are reported even with a saved state
 END = object()
 
@@ -69,7 +77,8 @@ def streaming_batches(
     if shown is None and first_step:  # this rank has no more batches: use its first for the spec
         before = next(feed.open_pass(_pass_of(order, world, 0), 0), None)
         shown = None if before is None else (as_arrays(before[0]), as_arrays(before[1]))
-    form = agree_on_form(collective, shown)
+    spec = feed.read_spec(_pass_of(order, world, 0))
+    form = agree_on_form(collective, shown, spec)
     _require_own_samples(feed, order, collective, shown)
     reader = _Reader(order, world, form, itertools.chain([first] if first else [], steps), augment)
 
@@ -155,6 +164,8 @@ def with_steps_of_its_own(feed: Feed, collective: Collective, *, seed: int, glob
             f"must be the same on all ranks. {SAME_REMEDY}",
             reach="run",
         )
+    if math.inf in counts:
+        return feed._replace(has_no_end=True)
     if None in counts:
         return feed
     if not max(counts):
@@ -186,7 +197,8 @@ def _open_steps(
         batches, state = replay(batches, known), b""
         while step < end:
             places.note(step)
-            batch = next(batches, END)
+            with explaining_lengths(f"rank {world.rank}", step):
+                batch = next(batches, END)
             if batch is END:
                 break
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
@@ -200,7 +212,7 @@ def _open_steps(
             except ValueError as error:
                 raise DataError(
                     f"rank {world.rank} was fed a list in step {step + 1} that makes no array: "
-                    f"{describe_defect(error)} Make its rows equally long, such as by padding."
+                    f"{describe_defect(error)} Make its rows equally long. {PADDING_REMEDY}"
                 ) from error
             yield step, x, y
             step += 1
@@ -236,20 +248,31 @@ class Form:
     def __init__(self, spec: Any) -> None:
         self.spec = spec
         self.specs: list[tf.TensorSpec] = tf.nest.flatten(spec)
-        self._kinds = [(spec.dtype, tuple(spec.shape[1:])) for spec in self.specs]
-        self.nothing = [np.zeros((0, *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
+        self.nothing = []
+        for spec in self.specs:
+            shape = [0, *(length or 0 for length in spec.shape[1:])]
+            self.nothing.append(np.zeros(shape, spec.dtype.as_numpy_dtype))
+
+    def _has_kinds(self, leaves: Sequence[np.ndarray]) -> bool:
+        """Return True if arrays have these types and known dimensions."""
+        for leaf, spec in zip(leaves, self.specs, strict=True):
+            if tf.as_dtype(leaf.dtype) != spec.dtype or leaf.ndim != spec.shape.rank:
+                return False
+            for length, known in zip(leaf.shape[1:], spec.shape[1:], strict=True):
+                if known is not None and length != known:
+                    return False
+        return True
 
     def look(self, x: Any, y: Any, *, rank: int, step: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """Check a batch; return its indices int64 [n] and its flat arrays."""
         leaves = tf.nest.flatten((x, y))
         lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}
-        kinds = [(tf.as_dtype(leaf.dtype), leaf.shape[1:]) for leaf in leaves]
-        is_alike = kinds == self._kinds and has_structure_of(self.spec, (x, y), with_keys=True)
-        if not is_alike or len(lengths) != 1 or -1 in lengths:
+        has_structure = has_structure_of(self.spec, (x, y), with_keys=True)
+        if not has_structure or not self._has_kinds(leaves) or len(lengths) != 1 or -1 in lengths:
             raise DataError(
                 f"rank {rank} was fed {describe_structure((x, y))} in step {step + 1}; each batch must have the first "
                 f"one's structure, types and shapes, {describe_structure(self.spec)}, and one number of samples in "
-                "all its arrays. Make all batches equal in shape, such as by resizing or padding."
+                f"all its arrays. {PADDING_REMEDY} Resize images to one size."
             )
         # Native byte order, and str as objects: TensorFlow takes an array's bytes unchanged.
         arrays = [np.asarray(leaf, spec.dtype.as_numpy_dtype) for leaf, spec in zip(leaves, self.specs, strict=True)]
@@ -269,9 +292,12 @@ def as_arrays(value: Any, *, with_names: bool = False) -> Any:
     return np.asarray(value) if tf.is_tensor(value) else np.array(value)
 
 
-def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form:
-    """Use the first rank's with a batch; raise on every rank if they differ. Collective."""
-    mine = None if first is None else tf.nest.map_structure(_kind_of, tuple(first))
+def agree_on_form(collective: Collective, first: tuple[Any, Any] | None, spec: Any = None) -> Form:
+    """Use the first rank's with a batch; raise on every rank if they differ. Collective.
+
+    ``spec``: TensorSpecs of all batches, whose unknown dimensions are not compared; None: as ``first``.
+    """
+    mine = None if first is None else _kinds_of(tuple(first), spec)
     all_ranks = all_gather_object(collective, mine, name="feed_spec")
     fed = [(rank, spec) for rank, spec in enumerate(all_ranks) if spec is not None]
     if not fed:
@@ -288,10 +314,33 @@ def agree_on_form(collective: Collective, first: tuple[Any, Any] | None) -> Form
     return Form(_from_json(expected))
 
 
-def _kind_of(array: Any) -> str:
-    """Return for example ``float32 [3]`` for an array [n, 3]."""
-    value = np.asarray(array)
-    return f"{tf.as_dtype(value.dtype).name} {list(value.shape[1:])}"
+def _kinds_of(first: tuple[Any, Any], spec: Any) -> Any:
+    """Return a structure of types and shapes, such as ``float32 [3]`` for [n, 3], with null for unknown dimensions."""
+    leaves = tf.nest.flatten(first)
+    specs = tf.nest.flatten(spec)
+    if len(specs) != len(leaves):
+        specs = [None] * len(leaves)
+    kinds = []
+    for leaf, leaf_spec in zip(leaves, specs, strict=True):
+        array = np.asarray(leaf)
+        shape: list[int | None] = list(array.shape[1:])
+        if leaf_spec is not None and leaf_spec.shape.rank == array.ndim:
+            shape = list(leaf_spec.shape[1:])
+        kinds.append(f"{tf.as_dtype(array.dtype).name} {json.dumps(shape)}")
+    return tf.nest.pack_sequence_as(first, kinds)
+
+
+@contextlib.contextmanager
+def explaining_lengths(who: str, step: int) -> Iterator[None]:
+    """Explain TensorFlow's error about samples of different lengths, which make no batch."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if not any(sign in str(error) for sign in SIGNS_OF_LENGTHS):
+            raise
+        raise DataError(
+            f"{who} cannot make a batch for step {step + 1}, as its samples have different shapes. {PADDING_REMEDY}"
+        ) from error
 
 
 def _from_json(value: Any) -> Any:

@@ -266,9 +266,10 @@ def from_dataset(
             ``--steps``.
     """
     if callable(dataset):
-        return feed_of(lambda of: _require_pairs(dataset(of)), _count, steps_per_epoch)
+        feed = feed_of(lambda of: _require_pairs(dataset(of)), _count, steps_per_epoch)
+        return feed._replace(read_spec=lambda of: dataset(of).element_spec)
     one = _OneDataset(_require_pairs(dataset, are_samples=True), steps_per_epoch)
-    has_end = steps_per_epoch is None or _count(dataset) is not None
+    has_end = steps_per_epoch is None or _count(dataset) not in (None, math.inf)
     return Feed(
         one.open_pass if has_end else one.resume_endless,
         steps_per_epoch,
@@ -276,6 +277,7 @@ def from_dataset(
         is_shared=True,
         read_state=one.current.read_state,
         goes_on=not has_end,
+        read_spec=lambda of: one.batches_of(of).element_spec,
     )
 
 
@@ -311,7 +313,7 @@ class _OneDataset:
             yield batch
 
 
-def feed_of(make: Callable[[Pass], Any], count: Callable[[Any], int | None], steps_per_epoch: int | None) -> Feed:
+def feed_of(make: Callable[[Pass], Any], count: Callable[[Any], float | None], steps_per_epoch: int | None) -> Feed:
     """``make``: this rank's batches of a pass; ``count``: their number."""
     current = Current()
 
@@ -321,9 +323,13 @@ def feed_of(make: Callable[[Pass], Any], count: Callable[[Any], int | None], ste
     return Feed(open_pass, steps_per_epoch, lambda of: count(make(of)), read_state=current.read_state)
 
 
-def _count(batches: tf.data.Dataset) -> int | None:
-    """Return None if unknown or infinite."""
+def _count(batches: tf.data.Dataset) -> float | None:
+    """Return None if unknown, infinity if it has no end."""
+    import tensorflow as tf
+
     count = int(batches.cardinality())
+    if count == tf.data.INFINITE_CARDINALITY:
+        return math.inf
     return count if count >= 0 else None
 
 

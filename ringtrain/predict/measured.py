@@ -44,7 +44,7 @@ def measure(path: Path) -> tuple[Work, int, list[str]]:
         save_sec=statistics.median(saves) if saves else 0.0,
         save_every=run.settings.get("checkpoint_every") or 0,
     )
-    return work, int(start.get("total_steps", 0) * batch_size), notes
+    return work, int((start.get("total_steps") or 0) * batch_size), notes
 
 
 def uniform(parameters: int) -> list[list[int]]:

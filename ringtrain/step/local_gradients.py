@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.report import NUM_SUMS, pack_sums
 from ringtrain.step.state import empty_summands, is_integer_or_bool
 from ringtrain.workloads.base import Workload
+from ringtrain.workloads.stateful_metrics import NO_METRICS, StatefulMetrics
 from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 
@@ -41,6 +43,7 @@ class StepStructure:
     sparse_index_dtypes: tuple[tf.DType | None, ...]  # per trainable variable; None: dense
     state: tuple[keras.Variable, ...]  # updated by the forward pass (BatchNorm's moving statistics)
     row_state: tuple[keras.Variable, ...]  # a row for each sample; never leaves its rank
+    metric_state: tuple[keras.Variable, ...] = ()  # of stateful metrics; merged when a line is due
 
 
 class Forward(NamedTuple):
@@ -49,6 +52,7 @@ class Forward(NamedTuple):
     state: list[tf.Tensor]
     row_state: list[tf.Tensor]  # empty for a rank without samples
     structure: StepStructure
+    metric_state: list[tf.Tensor] = []  # noqa: RUF012 (never changed); empty for a rank without samples
 
 
 class LocalGradients:
@@ -63,16 +67,20 @@ class LocalGradients:
         rank: int,
         jit_compile: bool,
         local_batch_size: int | None = None,
+        stateful_metrics: StatefulMetrics = NO_METRICS,
     ) -> None:
         """``dtype``: of losses and sums. ``jit_compile``: use XLA, except across ranks.
 
         ``local_batch_size``: of most batches; None if it is not known.
         """
+        self._stateful_metrics = stateful_metrics
+        self._metric_state_ids = {id(variable) for variable in stateful_metrics.variables}
         self._workload, self._model, self._loss_scale = workload, model, loss_scale
         self._dtype, self._accumulate, self._seed, self._rank = dtype, config.accumulate, config.seed, rank
         self._seed_states = [v for v in model.non_trainable_variables if is_seed_state(v)]
         # Those of Keras' list, and those that a trace finds.
         self._fixed_or_state = [v for v in model.non_trainable_variables if not is_seed_state(v)]
+        self._fixed_or_state += stateful_metrics.variables
         self._row_state_rule = RowStateRule(model, local_batch_size)
         self.needs_every_rank = needs_every_rank(workload, model)
         self.compiled: CompiledGradients | None = None
@@ -83,8 +91,28 @@ class LocalGradients:
         """``local_count`` is int64 []."""
         if self._accumulate == 1:
             before = self._values_before()
-            return self._of_samples(batch, 0, local_count, before, tf.constant(0))
-        return self._of_micro_batches(batch, local_count)
+            forward = self._of_samples(batch, 0, local_count, before, tf.constant(0))
+        else:
+            forward = self._of_micro_batches(batch, local_count)
+        return self._split_metric_state(forward)
+
+    def _split_metric_state(self, forward: Forward) -> Forward:
+        """Move the states of metrics, which stay on their rank, out of the shared state."""
+        shared_variables = []
+        shared_values = []
+        metric_variables = []
+        metric_values = []
+        for variable, value in zip(forward.structure.state, forward.state, strict=True):
+            if id(variable) in self._metric_state_ids:
+                metric_variables.append(variable)
+                metric_values.append(value)
+            else:
+                shared_variables.append(variable)
+                shared_values.append(value)
+        structure = dataclasses.replace(
+            forward.structure, state=tuple(shared_variables), metric_state=tuple(metric_variables)
+        )
+        return forward._replace(state=shared_values, metric_state=metric_values, structure=structure)
 
     def _values_before(self) -> list[tf.Tensor]:
         """Return the values of ``_fixed_or_state`` before the step."""
@@ -150,6 +178,7 @@ class LocalGradients:
                 with noting_calls() as calls:
                     outputs = call_model(self._workload, self._model, x, training=True)
                     losses, metrics = per_sample(self._workload, y, outputs)
+                    self._stateful_metrics.update(y, outputs)
                 self._require_every_rank(calls)
                 regularization = tf.add_n(
                     [tf.zeros([], self._dtype), *(tf.cast(loss, self._dtype) for loss in self._model.losses)]
@@ -201,13 +230,13 @@ class LocalGradients:
             newest = {
                 id(v): value
                 for v, value in zip(first.structure.state, updated, strict=True)
-                if not is_integer_or_bool(v)
+                if not self._counts_steps(v)
             }
             state = [newest.get(id(v), value) for v, value in zip(self._fixed_or_state, before, strict=True)]
             more = self._of_samples(batch, start, tf.minimum(start + size, num_samples), state, number)
             gradients = [_add(a, _unpack(b)) for a, b in zip(gradients, more.gradients, strict=True)]
             updated = [
-                old if is_integer_or_bool(v) else new
+                old if self._counts_steps(v) else new
                 for v, old, new in zip(first.structure.state, updated, more.state, strict=True)
             ]
             return number + 1, gradients, sums + more.sums, updated
@@ -235,6 +264,10 @@ class LocalGradients:
             for g, v in zip(gradients, self._model.trainable_variables, strict=True)
         ]
         return Forward(packed, sums, state, [], first.structure)
+
+    def _counts_steps(self, variable: keras.Variable) -> bool:
+        """Return True for state that only the first micro-batch of a step updates."""
+        return is_integer_or_bool(variable) and id(variable) not in self._metric_state_ids
 
     def _refuse_micro_batches_of(self, structure: StepStructure) -> None:
         """Refuse state that micro-batches would mix up, by its name.

@@ -29,6 +29,7 @@ from ringtrain.step.report import EXTRA_SCALARS, NUM_SUMS, StepReport, add_extra
 from ringtrain.step.sharding import ShardedOptimizer
 from ringtrain.step.state import from_sums, to_summands
 from ringtrain.workloads.base import Workload
+from ringtrain.workloads.stateful_metrics import NO_METRICS, StatefulMetrics
 
 Found = TypeVar("Found")
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -51,6 +52,7 @@ class TrainStep:
         local_batch_size: int | None = None,
         times_communication: bool = False,
         jit_compile: bool = False,
+        stateful_metrics: StatefulMetrics = NO_METRICS,
     ) -> None:
         """Trace the step; this rank's batches mostly have ``local_batch_size`` samples.
 
@@ -58,6 +60,7 @@ class TrainStep:
         wait). ``jit_compile``: ignored if a layer uses other ranks.
         """
         self.model, self.optimizer = model, optimizer
+        self.stateful_metrics = stateful_metrics
         self.loss_scale = LossScale(is_dynamic=config.precision == "mixed_float16")
         self.averages = WeightAverages(model.trainable_variables, decay=config.optimizer.ema)
         self._dtype = tf.float64 if config.precision == "float64" else tf.float32
@@ -94,6 +97,7 @@ class TrainStep:
             rank=rank,
             jit_compile=jit_compile,
             local_batch_size=self._local_batch_size,
+            stateful_metrics=self.stateful_metrics,
         )
         # Of (batch, rate, extra scalars). Concrete: the choice among traces takes longer than a small step.
         self.train, structure = trace(self._train_samples, [spec, *SCALARS])
@@ -289,6 +293,9 @@ class TrainStep:
                     variable.assign(value)
             if forward.row_state:
                 for variable, value in zip(forward.structure.row_state, forward.row_state, strict=True):
+                    variable.assign(value)
+            if forward.metric_state:
+                for variable, value in zip(forward.structure.metric_state, forward.metric_state, strict=True):
                     variable.assign(value)
             return tf.constant(True)
 

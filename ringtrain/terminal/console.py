@@ -39,7 +39,9 @@ class Console:
             self._stream.write(text + "\n")
             self._stream.flush()
 
-    def start_progress(self, total_steps: int, first_step: int, last_saved_step: Callable[[], int] = lambda: 0) -> None:
+    def start_progress(
+        self, total_steps: int | None, first_step: int, last_saved_step: Callable[[], int] = lambda: 0
+    ) -> None:
         """``last_saved_step`` is called from another thread."""
         if self._stream is None or not self.is_terminal:
             return

@@ -21,7 +21,7 @@ class ProgressBar(Progress):
     """Steps and time left; below, the latest loss and logged values. Its own thread reads the current step."""
 
     def __init__(
-        self, stream: IO[str], *, total_steps: int, first_step: int, last_saved_step: Callable[[], int]
+        self, stream: IO[str], *, total_steps: int | None, first_step: int, last_saved_step: Callable[[], int]
     ) -> None:
         self._terminal = stream.fileno()
         self._last_saved_step = last_saved_step

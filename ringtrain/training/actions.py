@@ -44,6 +44,11 @@ class Ending(enum.Enum):
 class Action(abc.ABC):
     needs_weights = True  # no later step may be in flight
 
+    @property
+    def needs_pause(self) -> bool:
+        """True if no later step may be in flight."""
+        return self.needs_weights
+
     def __init__(self, job: Job, session: RunSession) -> None:
         self._job, self._session = job, session
 
@@ -68,17 +73,23 @@ class Log(Action):
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return step % self._job.config.log_every == 0 or is_last
 
+    @property
+    def needs_pause(self) -> bool:
+        return bool(self._job.step.stateful_metrics.names)  # a later step changes their states
+
     def act(self, step: int, batch: Batch, report: StepReport) -> None:
+        set_phase(Phase.LOG, step)
+        stateful_values = self._job.step.stateful_metrics.merge_and_reset(self._job.collective, name="log/metrics")
         if not self._job.collective.world.is_rank0:
             return
-        set_phase(Phase.LOG, step)
+        metric_values = report.metrics | stateful_values
         num_steps, seconds = step - self._since_step, self._job.times.lap()
         samples_seen = self._job.batches.samples_before(step)
         sec_per_step, examples_per_sec = seconds / num_steps, (samples_seen - self._since_samples) / seconds
         self._since_step, self._since_samples = step, samples_seen
         console = self._session.console
         if console.is_terminal:
-            metrics = [f"{name} {value:.4f}" for name, value in report.metrics.items()]
+            metrics = [f"{name} {value:.4f}" for name, value in metric_values.items()]
             console.progress(step, [f"{examples_per_sec:,.0f} examples/s", *metrics])
         else:
             speed = f"{examples_per_sec:.1f} examples/sec; {sec_per_step:.3f} sec/batch"
@@ -90,7 +101,7 @@ class Log(Action):
             "gradient_norm": shortest(report.gradient_norm),
             "examples_per_sec": round(examples_per_sec, 1),
             "sec_per_step": round(sec_per_step, 6),
-            **report.metrics,
+            **metric_values,
         }
         epoch, times = epoch_after(self._job.plan.order, step), self._job.times.take(num_steps, sec_per_step)
         self._session.log("train", values, step=step, epoch=epoch, samples_seen=samples_seen, **times)
@@ -121,9 +132,8 @@ class Evaluate(Action):
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
         if result.left_out:
             console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
-        console.line(
-            f"epoch {round(epoch, 2):g}, step {step}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)"
-        )
+        where = f"epoch {round(epoch, 2):g}, step {step}" if self._job.plan.order.has_known_length else f"step {step}"
+        console.line(f"{where}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)")
         took = round(seconds, 3)
         self._session.log("eval", result.values, step=step, epoch=epoch, samples=result.samples, seconds=took)
         try:

@@ -25,6 +25,7 @@ from ringtrain.step.state import is_integer_or_bool
 from ringtrain.step.train_step import TrainStep, set_precision, with_batch_size
 from ringtrain.training.evaluation import EvalStep, Evaluation, evaluation_batches
 from ringtrain.workloads.base import Workload
+from ringtrain.workloads.stateful_metrics import create_stateful_metrics
 
 # Of ringtrain.keras' and Horovod's DistributedOptimizer; neither is imported here.
 MARKS_OF_DISTRIBUTED = ("exchange", "_allreduce_grads")
@@ -100,7 +101,9 @@ def create_step(
     world, has_gpus = collective.world, bool(tf.config.get_visible_devices("GPU"))
     # The planned size, which most batches have.
     usual = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
-    return TrainStep(
+    metrics_spec = with_batch_size(batch_spec, usual) if usual else batch_spec
+    stateful_metrics = create_stateful_metrics(workload, model, metrics_spec)
+    step = TrainStep(
         workload=workload,
         config=config,
         model=model,
@@ -115,7 +118,14 @@ def create_step(
         local_batch_size=usual or None,
         times_communication=not (config.deterministic or has_gpus),
         jit_compile=config.jit_compile == "true" or (config.jit_compile == "auto" and has_gpus),
+        stateful_metrics=stateful_metrics,
     )
+    twice = sorted(set(step.metric_names) & set(stateful_metrics.names))
+    if twice:
+        raise UsageError(
+            f"{type(workload).__name__} gives {twice[0]!r} in metrics and in create_metrics. Leave it out of one."
+        )
+    return step
 
 
 def warn_of_settings(workload: Workload, config: Config, step: TrainStep, *, is_parallel: bool) -> None:
@@ -191,9 +201,11 @@ def create_evaluation(
             collective=collective,
             batch_spec=eval_spec,
             row_state=step.row_state,
+            stateful_metrics=create_stateful_metrics(workload, step.model, eval_spec),
         )
         evaluation = Evaluation(eval_step, source, batches)
-    names = ("loss", "data_loss", *(step if evaluation is None else evaluation.step).metric_names)
+    of_step = step if evaluation is None else evaluation.step
+    names = ("loss", "data_loss", *of_step.metric_names, *of_step.stateful_metrics.names)
     if config.best_metric not in names:
         raise UsageError(
             f"best_metric is {config.best_metric!r}; an evaluation of {config.workload!r} gives {', '.join(names)}."

@@ -24,6 +24,7 @@ from ringtrain.runtime.world import World
 from ringtrain.step.optimizers import WeightAverages
 from ringtrain.step.train_step import require_full_batch, trace
 from ringtrain.workloads.base import Workload
+from ringtrain.workloads.stateful_metrics import NO_METRICS, StatefulMetrics
 from ringtrain.workloads.values import call_model, needs_every_rank, per_sample
 
 
@@ -81,11 +82,13 @@ def evaluate(
         left_out = name_left_out(source, collective, np.concatenate(read))
     if not samples:
         raise DataError("no sample to evaluate on can be read. Look at the data.", reach="run")
+    mean_values = {name: float(value / samples) for name, value in zip(eval_step.metric_names, metrics, strict=True)}
+    stateful_values = eval_step.stateful_metrics.merge_and_reset(collective, name="evaluation/metrics")
     return EvalReport(
         samples=int(samples),
         loss=float(data_loss / samples + eval_step.regularization()),
         data_loss=float(data_loss / samples),
-        metrics={name: float(value / samples) for name, value in zip(eval_step.metric_names, metrics, strict=True)},
+        metrics=mean_values | stateful_values,
         left_out=left_out,
     )
 
@@ -123,9 +126,11 @@ class EvalStep:
         collective: Collective,
         batch_spec: Batch,
         row_state: Sequence[keras.Variable] = (),
+        stateful_metrics: StatefulMetrics = NO_METRICS,
     ) -> None:
         """``row_state``: of the training step, which an evaluation leaves unchanged."""
         self.was_called = False
+        self.stateful_metrics = stateful_metrics
         self._row_state = list(row_state)
         # An evaluation has its own rows, from the first values of the model on.
         self._first_rows = [variable.numpy() for variable in row_state]
@@ -151,7 +156,8 @@ class EvalStep:
         return sums
 
     def begin(self) -> None:
-        """Reset the rows of stateful layers. Call it before an evaluation."""
+        """Reset stateful metrics and the rows of stateful layers. Call it before an evaluation."""
+        self.stateful_metrics.reset()
         for own, rows in zip(self._own_rows, self._first_rows, strict=True):
             own.assign(rows)
 
@@ -172,6 +178,7 @@ class EvalStep:
         for variable, own in zip(self._row_state, self._own_rows, strict=True):
             own.assign(scope.get_current_value(variable))
         losses, metrics = per_sample(self._workload, batch.y, outputs)
+        self.stateful_metrics.update(batch.y, outputs)
         names = tuple(sorted(metrics))
         values = [tf.ones_like(losses), losses, *(metrics[name] for name in names)]
         return self._reduce([stop_votes, *(tf.reduce_sum(tf.cast(value, tf.float64)) for value in values)]), names

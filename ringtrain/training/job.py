@@ -175,6 +175,10 @@ def describe_job(job: Job) -> dict[str, str | list[str]]:
     spec, order, optimizer = job.batches.element_spec, job.plan.order, job.step.optimizer
     settings = flatten_settings(optimizer.get_config())
     named = job.step.named_variables | job.step.named_row_state
+    evaluated = []
+    if job.evaluation is not None:
+        eval_step = job.evaluation.step
+        evaluated = [*eval_step.metric_names, *eval_step.stateful_metrics.facts]
     return {
         "seed": str(order.seed),
         "steps per epoch": str(order.steps_per_epoch),
@@ -182,8 +186,8 @@ def describe_job(job: Job) -> dict[str, str | list[str]]:
         "steps done": str(job.plan.first_step),
         "global batch size": str(order.global_batch_size),
         "batch": str(tf.nest.map_structure(lambda part: f"{part.dtype.name} {part.shape}", (spec.x, spec.y))),
-        "metric": list(job.step.metric_names),
-        "metric of the evaluation": list(job.evaluation.step.metric_names if job.evaluation else ()),
+        "metric": [*job.step.metric_names, *job.step.stateful_metrics.facts],
+        "metric of the evaluation": evaluated,
         "optimizer": type(optimizer).__name__,
         "setting of the optimizer": [f"{name}={plain(value)}" for name, value in settings.items()],
         "variable": [f"{name} {v.dtype} {list(v.shape)}" for name, v in named.items()],

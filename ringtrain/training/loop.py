@@ -66,7 +66,7 @@ def train(prepared: Prepared, session: RunSession) -> Result:
     check.act(job.plan.first_step)
     session.leave_if_requested()
     session.begin(global_batch_size=job.plan.order.global_batch_size, samples=job.plan.order.num_samples)
-    console.start_progress(job.plan.total_steps, job.plan.first_step, lambda: session.last_saved_step)
+    console.start_progress(job.plan.known_total_steps, job.plan.first_step, lambda: session.last_saved_step)
     # The check precedes everything that saves; the checkpoint is last, as it contains the others' results.
     actions = [profile, Log(job, session), check, evaluate, Save(job, session)]
     try:
@@ -117,10 +117,10 @@ def describe(job: Job, session: RunSession) -> None:
     evaluated = f", {job.evaluation.source.num_samples:,} to evaluate on" if job.evaluation else ""
     samples = f"{order.describe_samples()}{evaluated}"
     line(f"{job.config.workload}: {job.step.model.count_params():,} parameters; {samples}")
-    line(
-        f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; "
-        f"{order.steps_per_epoch} steps an epoch, {job.plan.total_steps} in all"
-    )
+    length = f"{order.steps_per_epoch} steps an epoch, {job.plan.total_steps} in all"
+    if not order.has_known_length:
+        length = "one pass of unknown length"
+    line(f"global batch {order.global_batch_size} over {size} rank{'s' if size > 1 else ''}; {length}")
     if job.plan.first_step:
         line(f"resuming from the checkpoint of step {job.plan.first_step}")
     data = digest_contents(job.contents) if job.collective.world.is_rank0 else {}
@@ -130,8 +130,8 @@ def describe(job: Job, session: RunSession) -> None:
         launcher=job.collective.world.launcher,
         samples=order.known_samples,
         global_batch_size=order.global_batch_size,
-        steps_per_epoch=order.steps_per_epoch,
-        total_steps=job.plan.total_steps,
+        steps_per_epoch=order.steps_per_epoch if order.has_known_length else None,
+        total_steps=job.plan.known_total_steps,
         jit_compile=job.step.compiled is not None,
         data=data,
     )
@@ -177,7 +177,7 @@ def run_steps(job: Job, session: RunSession, actions: Sequence[Action]) -> tuple
         if num_steps == 1:
             in_flight.append(train_step(job, session, step + 1, next(singles)))
             step, is_last = step + 1, in_flight[-1].is_last
-            pauses = is_last or any(action.needs_weights and action.is_due(step, is_last=False) for action in actions)
+            pauses = is_last or any(action.needs_pause and action.is_due(step, is_last=False) for action in actions)
             settle_all_but(0 if pauses else steps_ahead)
         else:
             settle_all_but(0)
@@ -280,4 +280,5 @@ def finish(job: Job, session: RunSession, step: int, ending: Ending) -> None:
     session.progress.finished = None if ending is Ending.PREEMPTED else ending.value
     path = session.finish(step, job.step.named_variables, gather_state(job, session, step), job.times.totals())
     if ending is Ending.PREEMPTED:
-        session.leave(f"step {step} of {job.plan.total_steps}", path)
+        total_steps = job.plan.known_total_steps
+        session.leave(f"step {step}" + (f" of {total_steps}" if total_steps else ""), path)

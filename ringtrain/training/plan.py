@@ -19,11 +19,17 @@ from ringtrain.data.sources import ArraySource, FallibleSource, Feed, Source, is
 from ringtrain.data.streaming import streaming_batches
 from ringtrain.data.tf_data import NO_STATE
 from ringtrain.errors import UsageError
+from ringtrain.messages.log import LOG
 from ringtrain.run.resume import Progress
 from ringtrain.step.schedule import LearningRate
 from ringtrain.workloads.base import Workload
 
 DEFAULT_EPOCHS = 10
+LENGTH_REMEDY = (
+    "Give --steps (the run ends earlier if no rank has samples left); or steps_per_epoch to from_generator, "
+    "from_callable or from_dataset; or, to a tf.data.Dataset whose length you know, "
+    "dataset.apply(tf.data.experimental.assert_cardinality(N))."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,11 @@ class Plan:
     first_step: int
     total_steps: int
 
+    @property
+    def known_total_steps(self) -> int | None:
+        """``total_steps``; None if the data decide."""
+        return self.total_steps if self.order.has_known_length else None
+
     def learning_rate_of(self, step: int) -> float:
         """``step`` is from 1."""
         return self.learning_rate(self.order.samples_before(step - 1))
@@ -44,7 +55,10 @@ def plan_steps(
     workload: Workload, config: Config, train: Source | Feed, global_batch_size: int, *, first_step: int = 0
 ) -> Plan:
     order = plan_order(config, train, global_batch_size)
-    total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
+    if order.has_known_length:
+        total_steps = config.steps or (config.epochs or DEFAULT_EPOCHS) * order.steps_per_epoch
+    else:
+        total_steps = MAX_STEPS
     if total_steps > MAX_STEPS:
         raise UsageError(
             f"{config.epochs or DEFAULT_EPOCHS} epochs of {order.steps_per_epoch} steps are {total_steps:,} steps; "
@@ -70,20 +84,41 @@ def plan_order(config: Config, train: Source | Feed, global_batch_size: int) -> 
     if not isinstance(train, Feed):
         return SampleOrder(num_samples=train.num_samples, global_batch_size=global_batch_size, seed=config.seed)
     steps_per_epoch = train.steps_per_epoch or config.steps
+    has_known_length = steps_per_epoch is not None
     if steps_per_epoch is None:
-        raise UsageError(
-            "the length of the training is not known: its samples come from code that does not say how many steps an "
-            "epoch has. Give --steps (the run ends earlier if no rank has samples left); or steps_per_epoch to "
-            "from_generator, from_callable or from_dataset; or, to a tf.data.Dataset whose length you know, "
-            "dataset.apply(tf.data.experimental.assert_cardinality(N))."
-        )
+        require_no_length(config, train)
+        steps_per_epoch = MAX_STEPS
     return StreamingOrder(
         num_samples=steps_per_epoch * global_batch_size,
         global_batch_size=global_batch_size,
         seed=config.seed,
         is_single_pass=train.steps_per_epoch is None,
+        has_known_length=has_known_length,
         is_shared=train.is_shared,
     )
+
+
+def require_no_length(config: Config, train: Feed) -> None:
+    """Check that a run can be one pass of unknown length; warn if several epochs are wanted.
+
+    Raises:
+        UsageError: the pass has no end, or the learning rate depends on the length.
+    """
+    settings = config.optimizer
+    if train.has_no_end:
+        why = "the dataset has no end"
+    elif settings.schedule != "constant":
+        why = f"optimizer.schedule is {settings.schedule}, which needs it"
+    elif settings.warmup_epochs:
+        why = f"optimizer.warmup_epochs is {settings.warmup_epochs:g}, which needs it"
+    else:
+        if (config.epochs or 1) > 1:
+            LOG.warning(
+                f"the number of steps of an epoch is not known, so that training stops after one pass, not after "
+                f"{config.epochs}. {LENGTH_REMEDY}"
+            )
+        return
+    raise UsageError(f"the length of the training is not known, and {why}. {LENGTH_REMEDY}")
 
 
 def create_batches(

@@ -53,6 +53,11 @@ RANDOM_DRAWS = (
     "of two ranks. Draws by normal, truncated_normal, uniform, categorical and dropout of keras.random and tf.random "
     "are made equal for the comparison: draw by these, or only if `training` is true."
 )
+AUGMENT = (
+    "likely cause: the workload's augment(). Tested: without it, the world sizes train the same. What a sample becomes "
+    "may depend on the sample and its key only, not on the rank, the batch or other random numbers: draw by the "
+    "functions of ringtrain.augment, with the keys."
+)
 PARTS = ("-perturbed", "-beginning")  # suffixes of partial records
 NEVER_COMPARED = (
     "the speed, and what other devices, their libraries and their compilers (XLA) round",

@@ -31,7 +31,7 @@ from ringtrain.verify.precision import widened
 from ringtrain.verify.record import create_recorded_job, make_comparable, record_job
 from ringtrain.verify.trials import plan_trials
 from ringtrain.workloads.base import Workload
-from ringtrain.workloads.values import per_sample
+from ringtrain.workloads.values import as_computed, per_sample
 
 EVALUATED_AT_ONCE = 256
 
@@ -134,11 +134,17 @@ def evaluate_plainly(
     for weight, average in zip(model.trainable_variables if averages else (), averages, strict=True):
         weight.assign(average)
     values: dict[str, list[np.ndarray]] = {}
+    stateful_metrics = workload.create_metrics()
     for start in range(0, source.num_samples, EVALUATED_AT_ONCE):
         x, y = source.gather(tf.range(start, min(start + EVALUATED_AT_ONCE, source.num_samples), dtype=tf.int64))
-        losses, metrics = per_sample(workload, y, model(x, training=False))
+        outputs = model(x, training=False)
+        losses, metrics = per_sample(workload, y, outputs)
+        targets, predictions = as_computed(y, outputs)
+        for metric in stateful_metrics.values():
+            metric.update_state(targets, predictions)
         for name, of_samples in {"": losses, **metrics}.items():  # "" sorts the loss before all metrics
             values.setdefault(name, []).append(of_samples.numpy())
     penalty = sum(float(weight.regularizer(weight)) for weight in model.trainable_variables if weight.regularizer)
     loss, *others = [np.mean(np.concatenate(values[name]), dtype=np.float64) for name in sorted(values)]
-    return [source.num_samples, loss + penalty, *others]
+    stateful_values = [float(metric.result()) for metric in stateful_metrics.values()]
+    return [source.num_samples, loss + penalty, *others, *stateful_values]

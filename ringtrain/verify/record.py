@@ -31,6 +31,7 @@ from ringtrain.training.actions import Action, Ending
 from ringtrain.training.creation import find_micro_batch_state, find_own_steps
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
+from ringtrain.training.plan import own_augment
 from ringtrain.training.session import RunSession
 from ringtrain.verify.compare import ROUNDING
 from ringtrain.verify.draws import SharedDraws, share_draws_of_loss
@@ -233,6 +234,7 @@ def record_job(job: Job, notes: Sequence[str], directory: Path, trial: Trial, *,
         "computed_in": np.array(computed_in),
         "words": np.array(describe_path(job.step, trial)),
         "reference": np.array(trial.reference),
+        "has_augment": np.array(own_augment(job.workload) is not None),
     }
     if is_reference and trial.name == "float64":
         facts["draws_by_rank"] = np.array(draws_by_rank(job, ROUNDING[computed_in].tolerance))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import EXIT_CODES, ReplicasDifferError, RingtrainError, UsageError
-from ringtrain.verify.compare import Record, describe_findings, describe_oracle, load_record
+from ringtrain.verify.compare import AUGMENT, Record, describe_findings, describe_oracle, load_record
 
 DEFAULT_STEPS = 20
 DEFAULT_GLOBAL_BATCH_SIZE = 100
@@ -93,11 +93,11 @@ def verify(
 ) -> list[str]:
     """Write records to an empty directory and compare. ReplicasDifferError contains the report if sizes differ."""
 
-    def run(size: int, role: str, words: str) -> dict[str, Record]:
-        target = directory / f"{role}-{size}"
+    def run(size: int, role: str, words: str, *options: str) -> dict[str, Record]:
+        target = directory / f"{role}-{size}{''.join(options)}"
         target.mkdir()
         begin = time.monotonic()
-        run_group(size, ["_record", "--record_to", str(target), "--record_as", role, *arguments])
+        run_group(size, ["_record", "--record_to", str(target), "--record_as", role, *options, *arguments])
         records = {
             path.stem: load_record(path)
             for path in sorted(target.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
@@ -109,6 +109,14 @@ def verify(
     names = {size: f"{size} process{'es' if size > 1 else ''}" for size in sizes}
     records = {size: run(size, "reference" if size == sizes[0] else "other", names[size]) for size in sizes}
     lines, passed = describe_findings(sizes, records)
+    if not passed and records[sizes[0]]["float64"]["has_augment"]:
+        pair = sizes[:2]
+        without = {
+            size: run(size, role, f"{names[size]}, without augment()", "--without_augment", "true")
+            for size, role in zip(pair, ("reference", "other"), strict=True)
+        }
+        if describe_findings(pair, without)[1]:
+            lines.insert(0, AUGMENT)
     if with_oracle:
         more, is_right = describe_oracle(run(1, "oracle", "1 process and plain Keras"))
         lines, passed = lines + more, passed and is_right

@@ -91,6 +91,16 @@ class Workload(abc.ABC):
         """
         return {}
 
+    def create_metrics(self) -> dict[str, keras.metrics.Metric]:
+        """Return Keras metrics with a state by name, such as ``{"auc": keras.metrics.AUC()}``.
+
+        They get y and the model's outputs. A value in an evaluation is exactly that of all samples of all ranks, and in
+        a line of the training that of the samples since the last line. Each call gives new metrics. The states of
+        Keras' own classes, and sums, maxima and minima are merged over the ranks; another class of yours needs
+        ``merge_state(metrics)``.
+        """
+        return {}
+
     def augment(self, x: Any, y: Any, keys: tf.Tensor) -> tuple[Any, Any]:
         """Augment a batch of training samples at random.
 

@@ -32,7 +32,7 @@ def needs_every_rank(workload: Workload, model: keras.Model) -> bool:
 def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool) -> Any:
     """Errors of user-defined layers are raised unchanged."""
     try:
-        outputs = model(x, training=training)
+        outputs = model(with_known_dimensions(model, x), training=training)
     except Exception as error:
         if isinstance(error, tf.errors.ResourceExhaustedError) or any(
             is_users_own(frame.filename) for frame in traceback.extract_tb(error.__traceback__)
@@ -54,16 +54,23 @@ def call_model(workload: Workload, model: keras.Model, x: Any, *, training: bool
     return outputs
 
 
-def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Return losses and metrics, [n] each.
+def with_known_dimensions(model: keras.Model, x: Any) -> Any:
+    """Give inputs of unknown length the dimensions that the model's ``keras.Input`` fixes; layers compute by them."""
+    inputs = getattr(model, "inputs", None)
+    leaves = tf.nest.flatten(x)
+    if not inputs or len(inputs) != len(leaves) or len(leaves) != 1:
+        return x
+    [leaf] = leaves
+    [known] = inputs
+    is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank == len(known.shape)
+    if not is_dense or leaf.shape[1:].is_fully_defined():
+        return x
+    return tf.nest.pack_sequence_as(x, [tf.ensure_shape(leaf, [None, *known.shape[1:]])])
 
-    Half-precision outputs become float32, for their range. For float64 outputs (``verify``) y's floats become float64:
-    TensorFlow does not mix types.
-    """
-    halves = (tf.float16, tf.bfloat16)
-    outputs = tf.nest.map_structure(lambda each: tf.cast(each, tf.float32) if each.dtype in halves else each, outputs)
-    if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):
-        y = tf.nest.map_structure(lambda each: tf.cast(each, tf.float64) if each.dtype.is_floating else each, y)
+
+def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+    """Return losses and metrics, [n] each; see ``as_computed``."""
+    y, outputs = as_computed(y, outputs)
     name = type(workload).__name__
     num_samples = next((leaf.shape[0] for leaf in tf.nest.flatten(y) if leaf.shape.rank), None)
     losses = _one_for_each(name, "loss", workload.loss(y, outputs), num_samples)
@@ -85,6 +92,19 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
             f"such as {'my_' + taken[0]!r}; taken are {', '.join(sorted(RESERVED_NAMES))}."
         )
     return losses, {key: _one_for_each(name, key, value, num_samples) for key, value in metrics.items()}
+
+
+def as_computed(y: Any, outputs: Any) -> tuple[Any, Any]:
+    """Return y and outputs in the types that losses and metrics get.
+
+    Half-precision outputs become float32, for their range. For float64 outputs (``verify``) y's floats become float64:
+    TensorFlow does not mix types.
+    """
+    halves = (tf.float16, tf.bfloat16)
+    outputs = tf.nest.map_structure(lambda each: tf.cast(each, tf.float32) if each.dtype in halves else each, outputs)
+    if any(tensor.dtype == tf.float64 for tensor in tf.nest.flatten(outputs)):
+        y = tf.nest.map_structure(lambda each: tf.cast(each, tf.float64) if each.dtype.is_floating else each, y)
+    return y, outputs
 
 
 def _one_for_each(workload: str, name: str, value: Any, num_samples: int | None) -> tf.Tensor:

@@ -195,5 +195,47 @@ def test_augmentation_of_an_image_is_independent_of_its_batch(dtype: tf.DType) -
         np.testing.assert_allclose(alone, together[list(indices)], rtol=0, atol=0 if dtype == tf.float32 else 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [tf.uint8, tf.int16, tf.float16, tf.float32])
+def test_augmentation_keeps_the_type_and_does_not_wrap_around(dtype: tf.DType) -> None:
+    """It is computed in float32; integers are rounded and clipped, floats are not clipped."""
+    images, keys = random_images(40), keys_of(range(40))
+    lowest, highest = (0, 255) if dtype == tf.uint8 else (-1000, 1000)
+    for function in (
+        lambda images: random_brightness(images, keys, 63),
+        lambda images: random_contrast(images, keys, 0.2, 1.8),
+    ):
+        expected = function(images).numpy()
+        assert expected.min() < 0
+        assert expected.max() > 255
+        if dtype.is_integer:
+            expected = np.clip(np.round(expected), lowest, highest)
+        changed = function(tf.cast(images, dtype))
+        assert changed.dtype == dtype
+        np.testing.assert_allclose(
+            changed.numpy().astype(np.float32), expected, rtol=1e-3 if dtype == tf.float16 else 1e-6
+        )
+
+
+@pytest.mark.parametrize("dtype", [tf.uint8, tf.float16, tf.float32])
+def test_standardization_takes_every_type(dtype: tf.DType) -> None:
+    standardized = per_image_standardization(tf.cast(random_images(20), dtype))
+    assert standardized.dtype == (dtype if dtype.is_floating else tf.float32)
+    expected = per_image_standardization(random_images(20)).numpy()
+    np.testing.assert_allclose(standardized.numpy().astype(np.float32), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [tf.uint8, tf.float16])
+def test_moved_pixels_keep_their_values_and_type(dtype: tf.DType) -> None:
+    images, keys = tf.cast(random_images(20), dtype), keys_of(range(20))
+    for function in (
+        lambda images: random_shift(images, keys, 2),
+        lambda images: random_crop(images, keys, 5, 4),
+        lambda images: random_flip_left_right(images, keys),
+    ):
+        moved = function(images)
+        assert moved.dtype == dtype
+        np.testing.assert_array_equal(moved.numpy(), function(tf.cast(images, tf.float32)).numpy())
+
+
 def test_no_images_are_distorted_to_no_images() -> None:
     assert distort(random_images(0), keys_of([])).shape == (0, 5, 4, 3)

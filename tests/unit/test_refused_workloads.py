@@ -226,6 +226,7 @@ def test_a_generator_of_more_than_pairs_is_named() -> None:
             r"hold a SparseTensor; .* tf\.sparse\.to_dense\(array\)",
         ),
         (lambda: np.zeros([3, 2]), r"have the shapes \(3, 2\), \(2,\)"),
+        (lambda: 10 * [[1.0, 2.0]], r"have the shapes 20 times \(\), \(2,\); .* np\.asarray\(the_list\)"),
     ],
 )
 def test_arrays_are_dense_and_of_one_length(x: Any, remedy: str) -> None:
@@ -307,7 +308,7 @@ def test_evaluation_labels_are_checked_in_each_batch() -> None:
             r"the types datetime64\[D\], int64, and TensorFlow cannot take them",
         ),
         (np.array([None], object), "the types object, int64, and TensorFlow cannot take them"),
-        ([0.5] * 500, r"characters\); the first dimension .*np.asarray"),
+        ([0.5] * 500, r"500 times \(\), \(1,\); the first dimension .*np.asarray"),
     ],
     ids=["dates", "objects", "list"],
 )

@@ -14,8 +14,10 @@ from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 from tests.world.running import events
 from tests.world.workloads.fed import BAD, Sample, samples, streaming_batches
+from tests.world.workloads.sequences import COUNT, Sentences, sentences
 
 WORKLOADS = REPOSITORY / "tests/world/workloads/fed.py"
+SENTENCES = REPOSITORY / "tests/world/workloads/sequences.py"
 FED = ["--workload", f"{WORKLOADS}:Fed", "--precision", "float64", "--log_every", "1"]
 
 
@@ -136,11 +138,83 @@ def test_a_failing_stream_ends_all_ranks_with_its_reason(
     assert message in finished.stderr
 
 
-def test_a_stream_of_unknown_length_needs_a_number_of_steps(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
-    finished = run_ringtrain([*FED, "--out", tmp_path / "run"])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
+def test_a_stream_of_unknown_length_is_trained_for_one_pass(
+    run_ringtrain: RunRingtrain, tmp_path: Path, size: int
+) -> None:
+    out = tmp_path / "run"
+    launcher = "mpirun" if size > 1 else None
+    finished = run_ringtrain([*FED, "--out", out], launcher=launcher, np=size)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    assert "one pass of unknown length" in finished.stdout
+    check(out, train_plainly(joined_steps(size)), step=5)
+    again = run_ringtrain([*FED, "--out", out], launcher=launcher, np=size)
+    assert "is complete" in again.stdout
+
+
+def test_a_schedule_needs_the_length_of_a_stream(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    finished = run_ringtrain([*FED, "--out", tmp_path / "run", "--optimizer.schedule", "cosine"])
     assert finished.rc == 2
+    assert "optimizer.schedule is cosine, which needs it. Give --steps" in finished.stderr
     assert "assert_cardinality" in finished.stderr
-    assert "Give --steps" in finished.stderr
+
+
+def expected_losses_of_sentences(size: int) -> list[float]:
+    """Train sentence by sentence: the same as a padded batch of those of all ranks, of any length."""
+    import keras
+    import tensorflow as tf
+
+    keras.config.set_floatx("float64")
+    model = Sentences().create_model()
+    all_sentences = sentences()
+    losses = []
+    for step in range(COUNT // (2 * size)):
+        numbers = [(2 * step + row) * size + rank for rank in range(size) for row in range(2)]
+        with tf.GradientTape() as tape:
+            outputs = [model(tf.constant([all_sentences[number]])) for number in numbers]
+            targets = [float(len(all_sentences[number])) for number in numbers]
+            loss = tf.add_n([(out[0, 0] - y) ** 2 for out, y in zip(outputs, targets, strict=True)]) / len(numbers)
+        for weight, gradient in zip(
+            model.trainable_variables, tape.gradient(loss, [w.value for w in model.trainable_variables]), strict=True
+        ):
+            weight.assign(weight - 0.125 * tf.convert_to_tensor(gradient))
+        losses.append(float(loss))
+    keras.config.set_floatx("float32")
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("size", "by"), [(2, "padded_batch"), (3, "padded_batch"), pytest.param(1, "padded_batch", marks=pytest.mark.slow)]
+)
+def test_batches_that_differ_in_length_between_ranks_and_steps_train_exactly(
+    run_ringtrain: RunRingtrain, tmp_path: Path, size: int, by: str
+) -> None:
+    launcher = "mpirun" if size > 1 else None
+    arguments = ["--workload", f"{SENTENCES}:Sentences", "--out", tmp_path / "run", "--epochs", "1"]
+    finished = run_ringtrain([*arguments, "--options.by", by], launcher=launcher, np=size)
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    losses = [event["loss"] for event in events(tmp_path / "run", "train")]
+    np.testing.assert_allclose(losses, expected_losses_of_sentences(size), rtol=1e-12)
+
+
+def test_buckets_of_sequences_train(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    arguments = ["--workload", f"{SENTENCES}:Sentences", "--out", tmp_path / "run", "--steps", "3"]
+    finished = run_ringtrain([*arguments, "--options.by", "buckets"], launcher="mpirun")
+    assert finished.rc == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize("by", ["batch", pytest.param("one dataset", marks=pytest.mark.slow)])
+def test_sequences_that_make_no_batch_get_one_line_with_the_remedy(
+    run_ringtrain: RunRingtrain, tmp_path: Path, by: str
+) -> None:
+    arguments = ["--workload", f"{SENTENCES}:Sentences", "--out", tmp_path / "run", "--steps", "3"]
+    finished = run_ringtrain([*arguments, "--options.by", by], launcher="mpirun")
+    assert finished.rc == 3, finished.stdout + finished.stderr
+    [line] = [line for line in finished.stderr.splitlines() if line.startswith("ringtrain: error")]
+    assert "its samples have different shapes" in line
+    assert "padded_batch(of.local_batch_size)" in line
+    assert "bucket_by_sequence_length" in line
+    assert "Traceback" not in finished.stderr
 
 
 @pytest.mark.slow

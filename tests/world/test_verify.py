@@ -528,6 +528,13 @@ def test_draws_of_every_call_are_made_equal_and_reported(collective: Any, name: 
         assert not [note for note in notes if "switched off" in note]
 
 
+def test_an_augmentation_that_differs_by_rank_is_named_as_the_cause(run_ringtrain: RunRingtrain) -> None:
+    arguments = ["verify", "--workload", f"{WORKLOADS}/drawing.py:DrawingAugment", "--steps", "1"]
+    finished = run_ringtrain([*arguments, "--world_sizes", "1,2"])
+    assert finished.rc == 5, finished.stdout + finished.stderr
+    assert "likely cause: the workload's augment()" in finished.stderr
+
+
 @on_ranks(2)
 def test_draws_that_are_not_made_equal_are_named_as_the_cause(collective: Any) -> None:
     from ringtrain.verify.compare import RANDOM_DRAWS, describe_findings

@@ -72,3 +72,10 @@ class DrawingLoss(Small):
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         noise = keras.random.normal(keras.ops.shape(outputs), dtype=outputs.dtype)
         return super().loss(y, outputs + noise)
+
+
+class DrawingAugment(Small):
+    """An augmentation whose random numbers depend on the batch, not on the samples."""
+
+    def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype), y

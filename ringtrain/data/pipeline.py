@@ -138,6 +138,15 @@ def own_errors() -> Iterator[None]:
         raise
 
 
+def with_batch_size(batch_spec: Batch, size: int) -> Batch:
+    """Return the specification of batches of exactly ``size`` samples."""
+
+    def with_size(spec: Any) -> Any:
+        return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
+
+    return tf.nest.map_structure(with_size, batch_spec)
+
+
 def describe_structure(value: Any) -> str:
     """Return for example ``(float32 [n, 3], int64 [n])``."""
     return str(tf.nest.map_structure(_words, value)).replace("'", "")

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ringtrain.collectives.base import MARK, Collective
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import Config, Precision
-from ringtrain.data.pipeline import Batch
+from ringtrain.data.pipeline import Batch, with_batch_size
 from ringtrain.errors import UsageError
 from ringtrain.guard.labels import find_labels
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
@@ -318,15 +318,6 @@ def find_assigned_weights(structure: StepStructure, model: keras.Model) -> list[
     """Return trained weights that the forward pass changes, as spectral normalization does."""
     trained_ids = {id(weight) for weight in model.trainable_variables}
     return [variable for variable in structure.state if id(variable) in trained_ids]
-
-
-def with_batch_size(batch_spec: Batch, size: int) -> Batch:
-    """Return the specification of batches of exactly ``size`` samples."""
-
-    def with_size(spec: Any) -> Any:
-        return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
-
-    return tf.nest.map_structure(with_size, batch_spec)
 
 
 def require_full_batch(num_samples: int, row_state: Sequence[keras.Variable]) -> None:

@@ -13,7 +13,7 @@ from ringtrain.collectives import Collective
 from ringtrain.collectives.gradients import GradientReduction
 from ringtrain.config import OPTIMIZER_CLASSES, Config, OptimizerConfig
 from ringtrain.data.order import SampleOrder
-from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of
+from ringtrain.data.pipeline import Batch, describe_structure, has_structure_of, with_batch_size
 from ringtrain.data.sources import Source
 from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.messages.log import LOG
@@ -22,7 +22,7 @@ from ringtrain.run.variables import require_gradients_that_add
 from ringtrain.runtime.private import exclude_paths_from_decay
 from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.state import is_integer_or_bool
-from ringtrain.step.train_step import TrainStep, set_precision, with_batch_size
+from ringtrain.step.train_step import TrainStep, set_precision
 from ringtrain.training.evaluation import EvalStep, Evaluation, evaluation_batches
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.stateful_metrics import create_stateful_metrics
@@ -101,8 +101,7 @@ def create_step(
     world, has_gpus = collective.world, bool(tf.config.get_visible_devices("GPU"))
     # The planned size, which most batches have.
     usual = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
-    metrics_spec = with_batch_size(batch_spec, usual) if usual else batch_spec
-    stateful_metrics = create_stateful_metrics(workload, model, metrics_spec)
+    stateful_metrics = create_stateful_metrics(workload, model, batch_spec, batch_size=usual)
     step = TrainStep(
         workload=workload,
         config=config,
@@ -120,7 +119,7 @@ def create_step(
         jit_compile=config.jit_compile == "true" or (config.jit_compile == "auto" and has_gpus),
         stateful_metrics=stateful_metrics,
     )
-    twice = sorted(set(step.metric_names) & set(stateful_metrics.names))
+    twice = [name for name in stateful_metrics.names if name in step.metric_names]
     if twice:
         raise UsageError(
             f"{type(workload).__name__} gives {twice[0]!r} in metrics and in create_metrics. Leave it out of one."
@@ -201,7 +200,7 @@ def create_evaluation(
             collective=collective,
             batch_spec=eval_spec,
             row_state=step.row_state,
-            stateful_metrics=create_stateful_metrics(workload, step.model, eval_spec),
+            stateful_metrics=create_stateful_metrics(workload, step.model, eval_spec, batch_size=None),
         )
         evaluation = Evaluation(eval_step, source, batches)
     of_step = step if evaluation is None else evaluation.step

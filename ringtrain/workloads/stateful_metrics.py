@@ -18,7 +18,7 @@ from ringtrain.collectives.metric_states import (
     trace_merging,
     write_states,
 )
-from ringtrain.data.pipeline import describe_structure
+from ringtrain.data.pipeline import Batch, describe_structure, with_batch_size
 from ringtrain.errors import UsageError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.workloads.base import Workload
@@ -78,13 +78,16 @@ class StatefulMetrics:
 NO_METRICS = StatefulMetrics({})
 
 
-def create_stateful_metrics(workload: Workload, model: keras.Model, spec: Any) -> StatefulMetrics:
+def create_stateful_metrics(
+    workload: Workload, model: keras.Model, spec: Batch, *, batch_size: int | None
+) -> StatefulMetrics:
     """Create the workload's metrics with their variables, and check that they can be merged.
 
     Args:
         workload: of the run.
         model: of the run.
-        spec: of a batch.
+        spec: of batches of any size.
+        batch_size: of most batches, which a model with a fixed batch size needs; 0 or None if not known.
 
     Raises:
         UsageError: a metric has no single value, or a state that cannot be merged.
@@ -105,13 +108,13 @@ def create_stateful_metrics(workload: Workload, model: keras.Model, spec: Any) -
         raise UsageError(
             f"{owner} gives {taken[0]!r}, but metrics.jsonl keeps something else by that name. Choose another."
         )
-    y, outputs = sample_of(workload, model, spec)
+    y, outputs = sample_of(workload, model, with_batch_size(spec, batch_size) if batch_size else spec)
     for name, metric in metrics.by_name.items():
         build_and_check(metric, y, outputs, where=f"{owner}: the metric {name!r}")
     return metrics
 
 
-def sample_of(workload: Workload, model: keras.Model, spec: Any) -> tuple[Any, Any]:
+def sample_of(workload: Workload, model: keras.Model, spec: Batch) -> tuple[Any, Any]:
     """Return targets and outputs of one sample of zeros, of the types and shapes of a batch."""
 
     def compute(x: Any) -> Any:

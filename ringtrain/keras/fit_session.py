@@ -144,7 +144,7 @@ class FitSession:
             trained |= {id(variable) for variable in optimizer.variables}
         equal = {}
         for name, variable in self._variables.items():
-            # The TrainingGuard compares learning rates, with a remedy of its own.
+            # The TrainingGuard compares learning rates, and shows another remedy.
             if id(variable) in trained and not name.endswith("learning_rate"):
                 equal[name] = variable
         return equal

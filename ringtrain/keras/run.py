@@ -236,7 +236,7 @@ def optimizer_settings(model: keras.Model) -> dict[str, Any]:
 
 
 def _kind_and_rate(optimizer: Any) -> tuple[str, float | str]:
-    """Return the class and the learning rate, or the class of its schedule; of the inner optimizer if there is one."""
+    """Return the class and the learning rate, or the class of its schedule, of the innermost optimizer."""
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
         return _kind_and_rate(inner)

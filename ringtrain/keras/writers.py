@@ -37,7 +37,7 @@ class Writers:
         return any(isinstance(each, keras.callbacks.BackupAndRestore) for each in self._callbacks)
 
     def targets(self) -> list[str]:
-        """Return where each callback writes: its class and its absolute path; empty if it writes nothing."""
+        """Return the class and the absolute path to which each callback writes; "" for one that does not write."""
         return list(map(target_of, self._callbacks))
 
     def leave_to_first(self, targets_by_rank: Sequence[Sequence[str]], mine: int) -> None:

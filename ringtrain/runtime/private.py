@@ -235,7 +235,7 @@ def note_read(variable: Any) -> None:
 
 
 def asynchronous_executor() -> Any:
-    """Return an executor on which operations run beside those of the default one."""
+    """Return an executor on which operations run at the same time as those of the default one."""
     from tensorflow.python.eager import executor
 
     return executor.new_executor(enable_async=True)

@@ -50,7 +50,7 @@ _current = contextvars.ContextVar("audited_runs", default=None)
 
 
 def audited_runs() -> AuditedRuns | None:
-    """Return the audit that redirects the runs of this script; None if there is no such audit."""
+    """Return the audit that redirects the runs of this script, or None."""
     return _current.get()
 
 

@@ -79,7 +79,7 @@ class Trial(NamedTuple):
         return np.zeros_like(self.before[key]) if given is None else np.asarray(tf.convert_to_tensor(given))
 
     def raw_gradient(self, key: Any) -> np.ndarray:
-        """As a tape computed it, without the loss scale; zeros if none did."""
+        """Return the gradient that a tape computed, without the loss scale; zeros if no tape did."""
         raw = self.record.raw.get(key)
         if raw is None:
             return np.zeros_like(self.before[key])

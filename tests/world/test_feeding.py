@@ -164,14 +164,16 @@ def expected_losses_of_sentences(size: int) -> list[float]:
     import keras
     import tensorflow as tf
 
-    keras.config.set_floatx("float64")
+    policy_before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("float64")
     model = Sentences().create_model()
+    keras.config.set_dtype_policy(policy_before)
     all_sentences = sentences()
     losses = []
     for step in range(COUNT // (2 * size)):
         numbers = [(2 * step + row) * size + rank for rank in range(size) for row in range(2)]
         with tf.GradientTape() as tape:
-            outputs = [model(tf.constant([all_sentences[number]])) for number in numbers]
+            outputs = [model(tf.constant([all_sentences[number]], tf.int64)) for number in numbers]
             targets = [float(len(all_sentences[number])) for number in numbers]
             loss = tf.add_n([(out[0, 0] - y) ** 2 for out, y in zip(outputs, targets, strict=True)]) / len(numbers)
         for weight, gradient in zip(
@@ -179,7 +181,6 @@ def expected_losses_of_sentences(size: int) -> list[float]:
         ):
             weight.assign(weight - 0.125 * tf.convert_to_tensor(gradient))
         losses.append(float(loss))
-    keras.config.set_floatx("float32")
     return losses
 
 

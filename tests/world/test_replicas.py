@@ -62,6 +62,7 @@ class Flip:
     """Flips a bit of a variable on one rank after a step, as a faulty memory does."""
 
     needs_weights = True
+    needs_pause = True
 
     def __init__(self, variable: keras.Variable, *, after: int, is_here: bool) -> None:
         self._variable, self._after, self._is_here = variable, after, is_here

@@ -169,10 +169,10 @@ def _to_float(images: tf.Tensor) -> tf.Tensor:
 
 
 def _to_type_of(images: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Cast back to the type of the images; integers are rounded and clipped to their range."""
+    """Cast back to the type of the images; integers are rounded and clipped to their range, floats are not."""
     if images.dtype.is_integer:
-        values = tf.round(values)
-    return tf.saturate_cast(values, images.dtype)
+        return tf.saturate_cast(tf.round(values), images.dtype)
+    return tf.cast(values, images.dtype)
 
 
 def _one_for_each(values: tf.Tensor, images: tf.Tensor) -> tf.Tensor:

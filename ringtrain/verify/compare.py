@@ -58,6 +58,10 @@ AUGMENT = (
     "may depend on the sample and its key only, not on the rank, the batch or other random numbers: draw by the "
     "functions of ringtrain.augment, with the keys."
 )
+AUGMENT_NEEDED = (
+    "not tested as the cause: the workload's augment(), as the training fails without it. What a sample becomes must "
+    "depend on the sample and its key only."
+)
 PARTS = ("-perturbed", "-beginning")  # suffixes of partial records
 NEVER_COMPARED = (
     "the speed, and what other devices, their libraries and their compilers (XLA) round",

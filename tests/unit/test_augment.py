@@ -25,6 +25,9 @@ from ringtrain.data.sources import from_arrays, from_generator
 from ringtrain.data.streaming import streaming_batches
 from ringtrain.runtime.world import World
 
+# Relative and absolute; the expected values are computed in float32.
+TOLERANCES = {tf.float16: (1e-3, 0), tf.bfloat16: (1e-2, 0), tf.float64: (1e-6, 1e-4)}
+
 
 def keys_of(indices: object, *, seed: int = 0, epoch: int = 0) -> tf.Tensor:
     return sample_keys(seed, tf.constant(epoch, tf.int64), tf.constant(indices, tf.int64))
@@ -195,7 +198,7 @@ def test_augmentation_of_an_image_is_independent_of_its_batch(dtype: tf.DType) -
         np.testing.assert_allclose(alone, together[list(indices)], rtol=0, atol=0 if dtype == tf.float32 else 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [tf.uint8, tf.int16, tf.float16, tf.float32])
+@pytest.mark.parametrize("dtype", [tf.uint8, tf.int16, tf.int32, tf.float16, tf.bfloat16, tf.float32, tf.float64])
 def test_augmentation_keeps_the_type_and_does_not_wrap_around(dtype: tf.DType) -> None:
     """It is computed in float32; integers are rounded and clipped, floats are not clipped."""
     images, keys = random_images(40), keys_of(range(40))
@@ -211,9 +214,21 @@ def test_augmentation_keeps_the_type_and_does_not_wrap_around(dtype: tf.DType) -
             expected = np.clip(np.round(expected), lowest, highest)
         changed = function(tf.cast(images, dtype))
         assert changed.dtype == dtype
-        np.testing.assert_allclose(
-            changed.numpy().astype(np.float32), expected, rtol=1e-3 if dtype == tf.float16 else 1e-6
-        )
+        relative, absolute = TOLERANCES.get(dtype, (1e-6, 0))
+        values = changed.numpy().astype(np.float32)
+        np.testing.assert_allclose(values, expected, rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
+def test_floats_that_leave_their_range_are_not_clipped(dtype: tf.DType) -> None:
+    """They become infinite, as in TensorFlow, so that checks for such values find them."""
+    values = [float(dtype.max), float("inf"), float("-inf"), float("nan")]
+    images = tf.reshape(tf.constant(values, dtype), [4, 1, 1, 1])
+    keys = keys_of(4 * [1])
+    [drawn] = uniform(keys_of([1]), 0).numpy()
+    assert drawn > 0.6  # so that the brightness is increased
+    brighter = random_brightness(images, keys, float(dtype.max) / 2).numpy().astype(np.float32)
+    np.testing.assert_array_equal(brighter.ravel(), [np.inf, np.inf, -np.inf, np.nan])
 
 
 @pytest.mark.parametrize("dtype", [tf.uint8, tf.float16, tf.float32])

@@ -535,6 +535,24 @@ def test_an_augmentation_that_differs_by_rank_is_named_as_the_cause(run_ringtrai
     assert "likely cause: the workload's augment()" in finished.stderr
 
 
+def test_a_right_augmentation_is_not_blamed_for_what_another_size_does(run_ringtrain: RunRingtrain) -> None:
+    """It is left out for the size that differs, not for the first two sizes, which agree anyway."""
+    arguments = ["verify", "--workload", f"{WORKLOADS}/drawing.py:OtherLossOnThreeRanks", "--steps", "1"]
+    finished = run_ringtrain([*arguments, "--world_sizes", "1,2,3"])
+    assert finished.rc == 5, finished.stdout + finished.stderr
+    assert "3 processes, without augment()" in finished.stdout
+    assert "the workload's augment()" not in finished.stderr
+
+
+def test_a_model_that_needs_its_augmentation_gets_its_report(run_ringtrain: RunRingtrain) -> None:
+    arguments = ["verify", "--workload", f"{WORKLOADS}/drawing.py:NeededAugment", "--steps", "1"]
+    finished = run_ringtrain([*arguments, "--world_sizes", "1,2"])
+    assert finished.rc == 5, finished.stdout + finished.stderr
+    assert "2 against 1: weights    DIFFERS" in finished.stderr
+    assert "the training fails without it" in finished.stderr
+    assert "likely cause: the workload's augment()" not in finished.stderr
+
+
 @on_ranks(2)
 def test_draws_that_are_not_made_equal_are_named_as_the_cause(collective: Any) -> None:
     from ringtrain.verify.compare import RANDOM_DRAWS, describe_findings

@@ -1,11 +1,14 @@
 """Workloads that draw random numbers in every call, whatever ``training`` says."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import layers
 
+from ringtrain import Sources
 from tests.world.workloads.small import NUM_CLASSES, NUM_FEATURES, Small
 
 
@@ -79,3 +82,27 @@ class DrawingAugment(Small):
 
     def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype), y
+
+
+class NeededAugment(DrawingAugment):
+    """The model takes only what this augmentation, which is as wrong, leaves of a sample."""
+
+    num_kept = NUM_FEATURES - 2
+
+    def create_model(self) -> keras.Model:
+        return keras.Sequential([keras.Input((self.num_kept,)), layers.Dense(NUM_CLASSES)])
+
+    def create_sources(self, data_dir: Path | None, *, synthetic: bool) -> Sources:
+        return Sources(super().create_sources(data_dir, synthetic=synthetic).train)
+
+    def augment(self, x: tf.Tensor, y: tf.Tensor, keys: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        x, y = super().augment(x, y, keys)
+        return x[:, : self.num_kept], y
+
+
+class OtherLossOnThreeRanks(Small):
+    """One and two ranks train the same; its augmentation is right."""
+
+    def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        is_wrong = os.environ.get("OMPI_COMM_WORLD_SIZE") == "3"
+        return super().loss(y, outputs) * (1.5 if is_wrong else 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import collections
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
@@ -135,6 +135,30 @@ def count_shapes(arrays: Sequence[Any]) -> str:
     return shorten(", ".join(words))
 
 
+def has_rows_of_different_lengths(value: Any) -> bool:
+    """Return True if samples in a list, an array of objects or a RaggedTensor make no array.
+
+    ``value`` may be a tuple or dict of them.
+    """
+    import tensorflow as tf
+
+    if isinstance(value, Mapping):
+        return any(map(has_rows_of_different_lengths, value.values()))
+    if isinstance(value, tuple):
+        return any(map(has_rows_of_different_lengths, value))
+    if isinstance(value, tf.RaggedTensor):
+        return True
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
+    if not isinstance(value, list):
+        return False
+    try:
+        np.asarray(value)
+    except ValueError:
+        return True
+    return False
+
+
 def from_arrays(x: Any, y: Any) -> ArraySource:
     """Create a source of samples in memory.
 
@@ -149,29 +173,45 @@ def from_arrays(x: Any, y: Any) -> ArraySource:
 
     arrays = tf.nest.flatten((x, y))
     for array in arrays:
-        if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
+        if isinstance(array, tf.RaggedTensor):
             raise DataError(
-                f"the arrays of a source hold a {type(array).__name__}; they must be dense. Fill it up: "
-                f"{'array.to_tensor()' if isinstance(array, tf.RaggedTensor) else 'tf.sparse.to_dense(array)'}."
+                "the arrays of a source hold a RaggedTensor; they must be dense. Fill it up: array.to_tensor(). Or "
+                f"fill up each batch. {PADDING_REMEDY}"
+            )
+        if isinstance(array, tf.SparseTensor):
+            raise DataError(
+                "the arrays of a source hold a SparseTensor; they must be dense. Fill it up: tf.sparse.to_dense(array)."
             )
     lengths = {len(array) for array in arrays if np.ndim(array)}
     if len(lengths) != 1 or not all(map(np.ndim, arrays)):
+        remedy = "Of a list make one array: np.asarray(the_list)."
+        if has_rows_of_different_lengths((x, y)):
+            remedy = f"A list holds rows of different lengths, which make no array. {PADDING_REMEDY}"
         raise DataError(
             f"the arrays of a source have the shapes {count_shapes(arrays)}; the first dimension counts the samples "
-            "and must be the same in all of them. Of a list make one array: np.asarray(the_list).",
+            f"and must be the same in all of them. {remedy}"
         )
     try:
         with tf.device("CPU"):
             x, y = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
     except (TypeError, ValueError) as error:  # arrays of objects or dates
         types = ", ".join(str(getattr(array, "dtype", type(array).__name__)) for array in arrays)
+        remedy = "Give numbers, true or false, or texts, such as by array.astype('float32')."
+        if has_rows_of_different_lengths((x, y)):
+            remedy = f"An array of objects holds rows of different lengths. {PADDING_REMEDY}"
         raise DataError(
             f"the arrays of a source have the types {shorten(types)}, and TensorFlow cannot take them: "
-            f"{describe_defect(error)} Give numbers, true or false, or texts, such as by array.astype('float32')."
+            f"{describe_defect(error)} {remedy}"
         ) from error
     return ArraySource(x, y, num_samples=lengths.pop())
 
 
+# padded_batch works on batches of a rank, so that a single dataset for all ranks cannot have it.
+PADDING_REMEDY = (
+    "Pad sequences, with samples a tf.data.Dataset of pairs (x, y): from_dataset(lambda of: "
+    "samples.shard(of.size, of.rank).padded_batch(of.local_batch_size)), or bucket_by_sequence_length(...) in place "
+    "of padded_batch, whose batches may differ in length (docs/data.md)."
+)
 # If ranks must read the same data but do not.
 SAME_REMEDY = (
     "Let all ranks list the same files, in one order, and draw nothing in parallel; or give from_dataset a function, "

@@ -27,7 +27,7 @@ from ringtrain.data.pipeline import (
     in_own_threads,
     own_errors,
 )
-from ringtrain.data.sources import SAME_REMEDY, Feed, Pass, bytes_of, replay
+from ringtrain.data.sources import PADDING_REMEDY, SAME_REMEDY, Feed, Pass, bytes_of, replay
 from ringtrain.data.tf_data import NO_STATE, IteratorState, IteratorStates
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -35,11 +35,6 @@ from ringtrain.messages.log import LOG
 from ringtrain.runtime.world import World
 
 PAIR_REMEDY = "Weights of samples go into y, such as {'label': ..., 'weight': ...}, and the workload's loss uses them."
-# padded_batch works on batches of a rank, so that a single dataset for all ranks cannot have it.
-PADDING_REMEDY = (
-    "Pad sequences: from_dataset(lambda of: samples.shard(of.size, of.rank).padded_batch(of.local_batch_size)), or "
-    "bucket_by_sequence_length(...) in place of padded_batch, whose batches may differ in length."
-)
 SIGNS_OF_LENGTHS = ("Cannot batch tensors with different shapes", "Cannot add tensor to the batch")
 TELLING_SECONDS = 1.0  # replays longer than this are reported even with a saved state
 END = object()
@@ -77,7 +72,7 @@ def streaming_batches(
     if shown is None and first_step:  # this rank has no more batches: use its first for the spec
         before = next(feed.open_pass(_pass_of(order, world, 0), 0), None)
         shown = None if before is None else (as_arrays(before[0]), as_arrays(before[1]))
-    spec = feed.read_spec(_pass_of(order, world, 0))
+    spec = raise_on_all_ranks(collective, lambda: feed.read_spec(_pass_of(order, world, 0)), name="element spec")
     form = agree_on_form(collective, shown, spec)
     _require_own_samples(feed, order, collective, shown)
     reader = _Reader(order, world, form, itertools.chain([first] if first else [], steps), augment)
@@ -303,15 +298,30 @@ def agree_on_form(collective: Collective, first: tuple[Any, Any] | None, spec: A
     if not fed:
         raise DataError("no rank was fed a single batch. Look at the generator, or the function.", reach="run")
     _, expected = fed[0]
-    for rank, spec in fed:
-        if spec != expected:
-            raise DataError(
-                f"rank {fed[0][0]} is fed {describe_structure(_from_json(expected))}, but rank {rank} "
-                f"{describe_structure(_from_json(spec))}; structure, types and shapes must be the same on every rank. "
-                "Let all ranks run the same code on data of the same kind.",
-                reach="run",
-            )
+    for rank, kinds in fed:
+        if kinds == expected:
+            continue
+        first_spec = _from_json(expected)
+        other_spec = _from_json(kinds)
+        remedy = "Let all ranks run the same code on data of the same kind."
+        if _differ_in_lengths_only(first_spec, other_spec):
+            remedy = f"{PADDING_REMEDY} Resize images to one size."
+        raise DataError(
+            f"rank {fed[0][0]} is fed {describe_structure(first_spec)}, but rank {rank} "
+            f"{describe_structure(other_spec)}; structure, types and shapes must be the same on every rank. {remedy}",
+            reach="run",
+        )
     return Form(_from_json(expected))
+
+
+def _differ_in_lengths_only(one: Any, other: Any) -> bool:
+    """Return True if two structures of TensorSpecs are equal in types and numbers of dimensions."""
+    if not has_structure_of(one, other, with_keys=True):
+        return False
+    for mine, theirs in zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True):
+        if mine.dtype != theirs.dtype or mine.shape.rank != theirs.shape.rank:
+            return False
+    return True
 
 
 def _kinds_of(first: tuple[Any, Any], spec: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.sources import Feed, Pass, replay
+from ringtrain.data.sources import PADDING_REMEDY, Feed, Pass, replay
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.log import LOG
@@ -323,6 +323,19 @@ def feed_of(make: Callable[[Pass], Any], count: Callable[[Any], float | None], s
     return Feed(open_pass, steps_per_epoch, lambda of: count(make(of)), read_state=current.read_state)
 
 
+def _remedy_for(spec: Any) -> str:
+    """Return what makes tensors of a RaggedTensorSpec or a SparseTensorSpec dense."""
+    import tensorflow as tf
+
+    if not isinstance(spec, tf.RaggedTensorSpec):
+        return "Fill it up: map it by tf.sparse.to_dense()."
+    if spec.ragged_rank:
+        return f"Fill it up: map it by to_tensor(). Or fill up each batch. {PADDING_REMEDY}"
+    # One row, which is dense within map().
+    shape = f"[{', '.join(map(str, spec.shape))}]"
+    return f"Let it say so: samples.map(lambda x, y: (tf.ensure_shape(x, {shape}), y)). {PADDING_REMEDY}"
+
+
 def _count(batches: tf.data.Dataset) -> float | None:
     """Return None if unknown, infinity if it has no end."""
     import tensorflow as tf
@@ -350,10 +363,7 @@ def _require_pairs(dataset: Any, *, are_samples: bool = False) -> tf.data.Datase
     parts = tf.nest.flatten(spec)
     for part in parts:
         if not isinstance(part, tf.TensorSpec):
-            raise DataError(
-                f"a dataset holds {part}; its tensors must be dense. Fill it up: map it by to_tensor() or "
-                "tf.sparse.to_dense()."
-            )
+            raise DataError(f"a dataset holds {part}; its tensors must be dense. {_remedy_for(part)}")
     if are_samples and all(part.shape.rank and part.shape[0] is None for part in parts):
         raise DataError(
             f"the elements of a dataset for all ranks are {spec}, which are batches; they must be samples, of which "

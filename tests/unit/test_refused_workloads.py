@@ -13,7 +13,7 @@ import tensorflow as tf
 from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
 from ringtrain.data.indexed import from_grain, from_pydataset
-from ringtrain.data.sources import from_arrays, from_generator
+from ringtrain.data.sources import Pass, from_arrays, from_generator
 from ringtrain.data.tf_data import from_dataset
 from ringtrain.errors import DataError, UsageError
 from ringtrain.messages.log import show_log
@@ -232,6 +232,58 @@ def test_a_generator_of_more_than_pairs_is_named() -> None:
 def test_arrays_are_dense_and_of_one_length(x: Any, remedy: str) -> None:
     with pytest.raises(DataError, match=remedy):
         from_arrays(x(), np.zeros(2))
+
+
+SENTENCES = [[1, 2], [3]]
+PADDED = r"padded_batch\(of\.local_batch_size\).*bucket_by_sequence_length"
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        lambda: SENTENCES,
+        lambda: {"words": SENTENCES},
+        lambda: [np.zeros(2), np.zeros(3)],
+        lambda: np.array(SENTENCES, object),
+        lambda: tf.ragged.constant(SENTENCES),
+    ],
+    ids=["a list", "a dict of lists", "a list of arrays", "an array of lists", "a RaggedTensor"],
+)
+def test_samples_of_different_lengths_in_memory_are_told_how_to_be_padded(x: Any) -> None:
+    with pytest.raises(DataError, match=PADDED) as caught:
+        from_arrays(x(), np.zeros(2))
+    assert "\n" not in str(caught.value)
+    assert "np.asarray(the_list)" not in str(caught.value)  # which fails on rows of different lengths
+
+
+def test_arrays_of_different_counts_in_a_list_are_shown() -> None:
+    with pytest.raises(DataError, match=r"shapes \(2, 3\), \(3, 3\), \(2,\); the first dimension counts the samples"):
+        from_arrays([np.zeros([2, 3]), np.zeros([3, 3])], np.zeros(2))
+
+
+def test_arrays_in_a_list_stay_a_structure_even_of_different_widths() -> None:
+    source = from_arrays([np.zeros([2, 3]), np.zeros([2, 5])], np.zeros(2))
+    assert source.num_samples == 2
+
+
+def ragged_samples() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((tf.ragged.constant(SENTENCES), np.zeros(2, np.float32)))
+
+
+def test_ragged_samples_of_a_dataset_are_told_how_to_be_padded_and_it_works() -> None:
+    pattern = rf"map\(lambda x, y: \(tf\.ensure_shape\(x, \[None\]\), y\)\).*{PADDED}"
+    with pytest.raises(DataError, match=pattern):
+        from_dataset(ragged_samples())
+    samples = ragged_samples().map(lambda x, y: (tf.ensure_shape(x, [None]), y))
+    feed = from_dataset(lambda of: samples.shard(of.size, of.rank).padded_batch(of.local_batch_size))
+    [(x, _)] = feed.open_pass(Pass(0, 1, 0, 0, 2, 2), 0)
+    assert x.numpy().tolist() == [[1, 2], [3, 0]]
+
+
+def test_ragged_batches_of_a_dataset_are_told_how_to_be_padded() -> None:
+    feed = from_dataset(lambda of: ragged_samples().batch(2))
+    with pytest.raises(DataError, match=rf"to_tensor\(\).*{PADDED}"):
+        feed.open_pass(Pass(0, 1, 0, 0, 2, 2), 0)
 
 
 def test_a_model_must_take_the_structure_of_the_pipeline() -> None:

@@ -204,6 +204,20 @@ def test_buckets_of_sequences_train(run_ringtrain: RunRingtrain, tmp_path: Path)
     assert finished.rc == 0, finished.stdout + finished.stderr
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_generators_whose_batches_differ_in_length_get_the_remedy(
+    run_ringtrain: RunRingtrain, tmp_path: Path, size: int
+) -> None:
+    arguments = ["--workload", f"{SENTENCES}:Sentences", "--out", tmp_path / "run", "--steps", "3"]
+    finished = run_ringtrain([*arguments, "--options.by", "generator"], launcher="mpirun", np=size)
+    assert finished.rc == 3, finished.stdout + finished.stderr
+    [line] = [line for line in finished.stderr.splitlines() if line.startswith("ringtrain: error")]
+    assert "rank 0 is fed (int64 [n, 1], float64 [n]), but rank 1 (int64 [n, 2], float64 [n])" in line
+    assert "padded_batch(of.local_batch_size)" in line
+    assert "bucket_by_sequence_length" in line
+    assert "the same code" not in line
+
+
 @pytest.mark.parametrize("by", ["batch", pytest.param("one dataset", marks=pytest.mark.slow)])
 def test_sequences_that_make_no_batch_get_one_line_with_the_remedy(
     run_ringtrain: RunRingtrain, tmp_path: Path, by: str

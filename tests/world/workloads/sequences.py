@@ -1,6 +1,6 @@
 """Sequences of different lengths, padded per batch: batches differ in length between ranks and steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain import Pass, Sources, Workload, from_dataset
+from ringtrain import Pass, Sources, Workload, from_dataset, from_generator
 
 COUNT, WORDS, WIDTH = 12, 20, 3
 
@@ -17,6 +17,13 @@ def sentences() -> list[list[int]]:
     """Sentence k has k + 1 words, none of them 0."""
     generator = np.random.default_rng(4)
     return [generator.integers(1, WORDS, length + 1).tolist() for length in range(COUNT)]
+
+
+def generate_padded(rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches that a user's own code pads, each to another length."""
+    for number in range(rank, COUNT, size):
+        words = sentences()[number]
+        yield np.array([words]), np.array([float(len(words))])
 
 
 class Sentences(Workload):
@@ -40,6 +47,8 @@ class Sentences(Workload):
         x = tf.ragged.constant(sentences(), dtype=tf.int64)
         y = tf.constant([float(len(sentence)) for sentence in sentences()], tf.float64)
         samples = tf.data.Dataset.from_tensor_slices((x, y)).map(lambda x, y: (tf.ensure_shape(x, [None]), y))
+        if self.options["by"] == "generator":
+            return Sources(from_generator(generate_padded))
         if self.options["by"] == "one dataset":
             return Sources(from_dataset(samples))
 

@@ -72,7 +72,8 @@ def streaming_batches(
     if shown is None and first_step:  # this rank has no more batches: use its first for the spec
         before = next(feed.open_pass(_pass_of(order, world, 0), 0), None)
         shown = None if before is None else (as_arrays(before[0]), as_arrays(before[1]))
-    spec = raise_on_all_ranks(collective, lambda: feed.read_spec(_pass_of(order, world, 0)), name="element spec")
+    first_pass = _pass_of(order, world, 0)
+    spec = raise_on_all_ranks(collective, lambda: feed.read_spec(first_pass), name="element spec")
     form = agree_on_form(collective, shown, spec)
     _require_own_samples(feed, order, collective, shown)
     reader = _Reader(order, world, form, itertools.chain([first] if first else [], steps), augment)

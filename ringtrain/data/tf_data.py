@@ -333,7 +333,8 @@ def _remedy_for(spec: Any) -> str:
         return f"Fill it up: map it by to_tensor(). Or fill up each batch. {PADDING_REMEDY}"
     # One row, which is dense within map().
     shape = f"[{', '.join(map(str, spec.shape))}]"
-    return f"Let it say so: samples.map(lambda x, y: (tf.ensure_shape(x, {shape}), y)). {PADDING_REMEDY}"
+    as_row = f"samples.map(lambda x, y: (tf.ensure_shape(x, {shape}), y))"
+    return f"Let it say so: {as_row}. {PADDING_REMEDY}"
 
 
 def _count(batches: tf.data.Dataset) -> float | None:
@@ -363,7 +364,8 @@ def _require_pairs(dataset: Any, *, are_samples: bool = False) -> tf.data.Datase
     parts = tf.nest.flatten(spec)
     for part in parts:
         if not isinstance(part, tf.TensorSpec):
-            raise DataError(f"a dataset holds {part}; its tensors must be dense. {_remedy_for(part)}")
+            remedy = _remedy_for(part)
+            raise DataError(f"a dataset holds {part}; its tensors must be dense. {remedy}")
     if are_samples and all(part.shape.rank and part.shape[0] is None for part in parts):
         raise DataError(
             f"the elements of a dataset for all ranks are {spec}, which are batches; they must be samples, of which "

@@ -148,6 +148,8 @@ def test_a_stream_of_unknown_length_is_trained_for_one_pass(
     assert finished.rc == 0, finished.stdout + finished.stderr
     assert "one pass of unknown length" in finished.stdout
     check(out, train_plainly(joined_steps(size)), step=5)
+    [evaluation] = events(out, "eval")
+    assert evaluation["step"] == 5
     again = run_ringtrain([*FED, "--out", out], launcher=launcher, np=size)
     assert "is complete" in again.stdout
 
@@ -196,6 +198,17 @@ def test_batches_that_differ_in_length_between_ranks_and_steps_train_exactly(
     assert finished.rc == 0, finished.stdout + finished.stderr
     losses = [event["loss"] for event in events(tmp_path / "run", "train")]
     np.testing.assert_allclose(losses, expected_losses_of_sentences(size), rtol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["native", "horovod"])
+def test_a_rank_without_sequences_takes_part_exactly(run_ringtrain: RunRingtrain, tmp_path: Path, backend: str) -> None:
+    """Rank 0 has all sentences, so that two ranks train what one does; no length of rank 1 is known."""
+    arguments = ["--workload", f"{SENTENCES}:Sentences", "--out", tmp_path / "run", "--epochs", "1"]
+    more = ["--options.by", "rank 0 alone", "--backend", backend]
+    finished = run_ringtrain([*arguments, *more], launcher="mpirun")
+    assert finished.rc == 0, finished.stdout + finished.stderr
+    losses = [event["loss"] for event in events(tmp_path / "run", "train")]
+    np.testing.assert_allclose(losses, expected_losses_of_sentences(1), rtol=1e-12)
 
 
 def test_buckets_of_sequences_train(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ class Sentences(Workload):
 
         def batches(of: Pass) -> tf.data.Dataset:
             own = samples.shard(of.size, of.rank)
+            if self.options["by"] == "rank 0 alone":
+                return samples.take(0 if of.rank else COUNT).padded_batch(of.local_batch_size)
             if self.options["by"] == "batch":
                 return own.batch(of.local_batch_size)
             if self.options["by"] == "buckets":

@@ -13,6 +13,8 @@ GPU ?=
 HOROVOD ?=
 # An older TensorFlow, for example `make TENSORFLOW=2.18 setup`; 2.21: the newest; empty: that of .venv.
 TENSORFLOW ?=
+# Further arguments for pytest in `make test` and `make test-all`.
+PYTEST_FLAGS ?=
 BIN := .venv/bin
 SOURCES = $(wildcard ringtrain launch tests benchmarks .ci)
 CXX_SOURCES = $(wildcard ringtrain/collectives/native/*.cc ringtrain/collectives/native/*.h tests/native/*.cc)
@@ -39,10 +41,10 @@ train: setup ## Train the built-in workload with 2 processes, into a fresh direc
 	{ $$start python -m ringtrain --out "$$out" 2>&1 >&3 | (trap '' INT; sed -uE '/$(NOISE)/d' >&2); } 3>&1
 
 test: setup-tests ## Run the tests, without those marked slow
-	@$(BIN)/python -m pytest -n auto --durations-file .tools/durations.json --most-imports 180
+	@$(BIN)/python -m pytest -n auto --durations-file .tools/durations.json $(PYTEST_FLAGS)
 
 test-all: setup-tests ## Run all tests
-	@$(BIN)/python -m pytest -n auto -m '' --durations-file .tools/durations-all.json --most-imports 1200
+	@$(BIN)/python -m pytest -n auto -m '' --durations-file .tools/durations-all.json $(PYTEST_FLAGS)
 
 test-next: setup-tests ## Run the tests with the newest pre-releases of TensorFlow and Keras, in .tools/next
 	@.ci/test-next

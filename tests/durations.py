@@ -1,4 +1,4 @@
-"""A pytest plugin that measures each test, in imports of TensorFlow, and limits the whole run.
+"""A pytest plugin that measures each test, and the whole run, in imports of TensorFlow.
 
 Machines differ, and so does one machine from day to day. The unit is therefore the time of one
 ``python -c "import tensorflow, keras"``, the median of three at the start of the run and three at its end.
@@ -6,8 +6,8 @@ Machines differ, and so does one machine from day to day. The unit is therefore 
     pytest --durations-file FILE [--most-imports N]
 
 writes the durations of all cases to FILE, the longest first; shows the ten longest, the sum of each directory, and the
-cases that have grown against results/test-durations.json; and fails a run that takes more than N imports.
-Copy FILE there to accept what has grown.
+cases that have grown against results/test-durations.json; and warns of a run that takes more than N imports. A slow
+machine fails no test. Copy FILE there to accept what has grown.
 """
 
 import collections
@@ -80,11 +80,6 @@ class Durations:
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # not after an interrupt: it takes seconds
             self._units += measure_imports()
         self._imports = seconds / self.import_seconds
-        if exitstatus == pytest.ExitCode.OK and self._is_over():
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def _is_over(self) -> bool:
-        return self._most_imports is not None and self._imports > self._most_imports
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         by_length = sorted(self._seconds.items(), key=lambda item: -item[1])
@@ -107,18 +102,14 @@ class Durations:
             what = f"grown from {before:.1f} to" if case in accepted["cases"] else "new, takes"
             write(f"{what} {now:.1f}: {case}", yellow=True)
         write(f"the run took {self._imports:.0f} imports (all durations: {self._file})")
-        if self._is_over():
-            write(
-                f"FAILED: that is more than --most-imports {self._most_imports:g}. Shorten the tests above, or raise "
-                "the limit in the Makefile.",
-                red=True,
-            )
+        if self._most_imports is not None and self._imports > self._most_imports:
+            write(f"warning: that is more than --most-imports {self._most_imports:g}", yellow=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("durations of cases")
     group.addoption("--durations-file", type=Path, help="write the durations of all cases to this file")
-    group.addoption("--most-imports", type=float, help="fail if the run takes longer than this many imports")
+    group.addoption("--most-imports", type=float, help="warn if the run takes longer than this many imports")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -96,3 +96,16 @@ def world(request: pytest.FixtureRequest) -> Iterator[Group]:
     group = Group(request.param)
     yield group
     group.close()
+
+
+@pytest.fixture(autouse=True)
+def restored_keras_types() -> Iterator[None]:
+    """Restore Keras' types, which a job or a model of a test sets for the whole process."""
+    yield
+    keras = sys.modules.get("keras")
+    if keras is None or not hasattr(keras, "config"):
+        return
+    if keras.config.floatx() != "float32":
+        keras.config.set_floatx("float32")
+    if keras.config.dtype_policy().name != "float32":
+        keras.config.set_dtype_policy("float32")

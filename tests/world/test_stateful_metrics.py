@@ -1,6 +1,5 @@
 """Keras metrics with a state have the values of one process, on any number of ranks."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from ringtrain.collectives import Collective
 from ringtrain.config import make_config
 from ringtrain.errors import UsageError
-from ringtrain.step.train_step import set_precision
 from ringtrain.training.job import Job, create_job
 from ringtrain.training.loop import run_steps
 from ringtrain.training.session import RunSession
@@ -75,14 +73,6 @@ def test_a_skipped_step_is_not_counted(collective: Collective) -> None:
     assert not any(float(np.sum(variable.numpy())) for variable in job.step.stateful_metrics.variables)
 
 
-@pytest.fixture
-def keras_types() -> Iterator[None]:
-    """Restore Keras' types, which a job sets for its process."""
-    yield
-    set_precision("float32")
-
-
-@pytest.mark.usefixtures("keras_types")
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [

@@ -241,7 +241,7 @@ def test_what_cannot_be_right_is_refused_by_the_layer_s_name(collective: Collect
     with refusing(r"assigns a TensorFlow variable, by \S*counting\S*Assign.*add_weight"):
         start_job(collective, counting_model)
     workload = Rows()
-    workload.options = {"left_out": 2}
+    workload.options = {"left_out": 2}  # type: ignore[misc]
     config = make_config({}, Rows.defaults, {})
     with refusing(r"a batch has 2 samples, but \S*memory/\S+ holds the state of 3 rows"):
         create_job(workload, config, collective, num_threads=1)

@@ -519,8 +519,8 @@ DRAWING = ["Drawing", "DrawingUnseeded", "DrawingByTensorFlow", "DrawingDropout"
 def test_draws_of_every_call_are_made_equal_and_reported(collective: Any, name: str) -> None:
     from tests.world.workloads import drawing
 
-    settings = {"trials": ("float64", "float32"), "steps": 3}
-    findings, notes = findings_of(getattr(drawing, name)(), collective, **settings)
+    trials = ("float64", "float32")
+    findings, notes = findings_of(getattr(drawing, name)(), collective, trials=trials, steps=3)
     assert all(finding.passes for finding in findings), findings
     if collective.world.is_rank0:
         place = "the loss" if name == "DrawingLoss" else "sampling"

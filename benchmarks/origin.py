@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ringtrain.errors import UsageError
-from ringtrain.guard.preflight import package_version
+from ringtrain.runtime.versions import package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tensorflow", "keras", "horovod", "mpi4py", "numpy")
+# The package keras may come from the distribution keras-nightly.
+PRINT_VERSIONS = """
+import importlib.metadata, sys
+distributions = importlib.metadata.packages_distributions()
+print(", ".join(f"{name} {importlib.metadata.version(distributions[name][0])}" for name in sys.argv[1:]))
+"""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -33,9 +39,8 @@ def describe_machine() -> dict[str, Any]:
 
 def describe_environment(python: Path) -> str:
     """Versions of another environment, such as ``tensorflow 2.18.1, keras 3.10.0``."""
-    program = "import importlib.metadata as m, sys; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
     try:
-        command = [str(python), "-c", program, *PACKAGES]
+        command = [str(python), "-c", PRINT_VERSIONS, *PACKAGES]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UsageError(

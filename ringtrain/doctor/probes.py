@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -28,6 +27,7 @@ from ringtrain.runtime.environment import check_address_space, check_environment
 from ringtrain.runtime.machine import read_machine, read_memory_limits
 from ringtrain.runtime.processes import ask
 from ringtrain.runtime.srun import ask_srun, choose_mpi
+from ringtrain.runtime.versions import package_version
 from ringtrain.runtime.world import World
 
 Found = TypeVar("Found")
@@ -87,8 +87,9 @@ def look_at_stack(environ: Mapping[str, str], keras_backend: str | None) -> Stac
     found, failures = load_packages([sys.executable, "-m", "ringtrain.doctor.inside"], LOAD_SECONDS)
     versions: dict[str, str] = {}
     for name in STEPS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+        version = package_version(name)
+        if version is not None:
+            versions[name] = version
     versions |= {name: values["version"] for name, values in found.items() if values.get("version")}
     parts = {name: value for values in found.values() for name, value in values.items() if name != "version"}
     return Stack(

@@ -7,9 +7,7 @@ only digests of lists are sent, and if they differ, blocks.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
 import itertools
 import platform
 import sys
@@ -27,6 +25,7 @@ from ringtrain.errors import DataError, RingtrainError, UsageError
 from ringtrain.messages.defects import INSTALLED, is_users_own
 from ringtrain.messages.ranks import group_ranks, name_ranks
 from ringtrain.runtime.private import all_layers, seed_generators_of
+from ringtrain.runtime.versions import package_version
 
 if TYPE_CHECKING:
     import keras
@@ -242,14 +241,6 @@ def describe_loaded_code() -> dict[str, str | list[str]]:
             facts[f"{label} line"] = lines
         versions |= dict(_packages_in(module))
     return facts | dict(sorted(versions.items()))
-
-
-@functools.cache  # a start needs each version three times, and each lookup parses the package's metadata
-def package_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _file_of(module: object) -> str | None:

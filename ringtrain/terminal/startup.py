@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringtrain import __version__
 from ringtrain.messages.ranks import name_ranks
 from ringtrain.runtime.devices import describe_shared_memory, misses_gpus
 from ringtrain.runtime.machine import has_gpu_driver
+from ringtrain.runtime.versions import package_version
 
 if TYPE_CHECKING:
     from ringtrain.collectives import Collective
@@ -29,6 +29,8 @@ HARMLESS = re.compile(
 )
 # From CUDA builds on machines without GPUs.
 HARMLESS_WITHOUT_GPU = re.compile(rb"failed call to cuInit|cuda_diagnostics\.cc")
+# TensorFlow 2.22 appends lines to some messages, from such a title to an empty line.
+TRACE_TITLE = b"=== Source Location Trace:"
 # TensorFlow 2.21 prints these before it reads TF_CPP_MIN_LOG_LEVEL.
 BELOW_LEVEL = {"1": (b"I0000 ",), "2": (b"I0000 ", b"W0000 "), "3": (b"I0000 ", b"W0000 ", b"E0000 ")}
 
@@ -74,15 +76,38 @@ def skipping_garbage_collection() -> Iterator[None]:
 def _filter_lines(reader: int, error_stream: int) -> None:
     """Never returns."""
     try:
-        has_gpu = has_gpu_driver()
-        below_level = BELOW_LEVEL.get(os.environ.get("TF_CPP_MIN_LOG_LEVEL", ""), ())
+        log_level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")
         with os.fdopen(reader, "rb") as lines:
-            for line in lines:
-                is_harmless = line.startswith(below_level) or HARMLESS.search(line)
-                if not (is_harmless or (not has_gpu and HARMLESS_WITHOUT_GPU.search(line))):
-                    os.write(error_stream, line)
+            for line in without_harmless(lines, has_gpu=has_gpu_driver(), log_level=log_level):
+                os.write(error_stream, line)
     finally:
         os._exit(0)
+
+
+def without_harmless(lines: Iterable[bytes], *, has_gpu: bool, log_level: str) -> Iterator[bytes]:
+    """Leave out TensorFlow's harmless messages, with the lines that belong to them.
+
+    Args:
+        lines: of stderr, each with its line break.
+        has_gpu: messages about a missing GPU are kept.
+        log_level: ``TF_CPP_MIN_LOG_LEVEL``; messages below it are left out.
+    """
+    below_level = BELOW_LEVEL.get(log_level, ())
+    was_left_out = False
+    is_in_trace = False  # of a message that was left out
+    for line in lines:
+        if is_in_trace:
+            is_in_trace = bool(line.strip())
+            continue
+        if was_left_out and line.startswith(TRACE_TITLE):
+            is_in_trace = True
+            continue
+        is_harmless = line.startswith(below_level) or HARMLESS.search(line) is not None
+        if not has_gpu and HARMLESS_WITHOUT_GPU.search(line):
+            is_harmless = True
+        was_left_out = is_harmless
+        if not is_harmless:
+            yield line
 
 
 def place_ranks(rows: Sequence[Sequence[Any]]) -> Iterator[str]:
@@ -106,8 +131,9 @@ def describe_start(collective: Collective, plan: DevicePlan, device: str) -> lis
     without_gpus = sorted({node for node, *_, misses in rows if misses})
     versions = []
     for title, package in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("Horovod", "horovod")):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{title} {importlib.metadata.version(package)}")
+        version = package_version(package)
+        if version is not None:
+            versions.append(f"{title} {version}")
     return [
         f"ringtrain {__version__}: {', '.join(versions)}",
         f"{world.size} rank{'s' if world.size > 1 else ''}, started by {world.launcher}; communication: "

@@ -69,7 +69,9 @@ def draw_in_training() -> dict[str, Branch]:
 def change_images() -> dict[str, Branch]:
     """Layers that change images at random."""
     names = [name for name in dir(layers) if name.startswith("Random") and name not in NOT_TRIED]
-    names += [name for name in ("AugMix", "CutMix", "MixUp", "RandAugment", "Solarization") if hasattr(layers, name)]
+    names += [
+        name for name in ("AugMix", "CutMix", "MixUp", "Mosaic", "RandAugment", "Solarization") if hasattr(layers, name)
+    ]
     found: dict[str, Branch] = {
         name: (IMAGE, lambda name=name: getattr(layers, name)(**IMAGE_OPTIONS.get(name, {})))  # type: ignore[misc]
         for name in names
@@ -101,6 +103,8 @@ def compute_alike() -> dict[str, Branch]:
         "CenterCrop": (IMAGE, lambda: layers.CenterCrop(4, 4)),
         "RNN": (SEQUENCE, lambda: layers.RNN(layers.SimpleRNNCell(2))),
     }
+    if hasattr(layers, "TernaryDense"):
+        found["TernaryDense"] = VECTOR, lambda: layers.TernaryDense(2)
     for name in ("AutoContrast", "ContrastLimitedAdaptiveHistogramEqualization"):
         if hasattr(layers, name):
             found[name] = IMAGE, lambda name=name: getattr(layers, name)(value_range=(0, 1))  # type: ignore[misc]

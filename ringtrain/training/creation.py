@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -179,6 +180,7 @@ def create_evaluation(
     *,
     global_batch_size: int,
     num_threads: int,
+    run_directory: Path | None,
 ) -> Evaluation | None:
     evaluation = None
     if source is not None:
@@ -187,7 +189,7 @@ def create_evaluation(
             collective.world,
             global_batch_size=global_batch_size,
             num_threads=num_threads,
-            skips_bad=config.on_bad_sample == "skip",
+            run_directory=run_directory,
         )
         require_same_structure(workload, batch_spec, batches.element_spec)
         eval_spec = batches.element_spec

@@ -23,7 +23,7 @@ from ringtrain.training.ending import report_end
 COMMANDS = {
     name: f"ringtrain.commands.{name}"
     for name in (
-        "train", "launch", "eval", "report", "track", "export", "verify", "predict", "workloads", "init", "convert",
+        "train", "launch", "eval", "report", "track", "export", "verify", "workloads", "init", "convert",
         "doctor", "bench",
     )
 }  # fmt: skip

@@ -214,8 +214,9 @@ class Config:
     """type in which gradients travel; Horovod cannot sum bf16"""
 
     jit_compile: Literal["auto", "true", "false"] = "auto"
-    """whether XLA compiles a rank's forward and backward pass; sums and update are not compiled. auto: on GPUs, where
-    all operations of the model can be compiled"""
+    """whether XLA compiles a rank's forward and backward pass; sums and update are not compiled.
+    auto: on GPUs, except with --deterministic true, samples of unknown length, or layers that
+    Keras does not compile"""
 
     shard_optimizer: bool = False
     """whether each rank updates a part of the weights, and keeps the optimizer's slots of that part alone (ZeRO 1)"""

@@ -10,7 +10,6 @@ and starts all processes itself. Use no launcher, and start it at the top of a c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -18,12 +17,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.children import clean_environment
+from benchmarks.command import explaining_files, run_command
 from benchmarks.contenders import Experiment
 from benchmarks.origin import describe_commit, describe_machine, find_claimed_cores, read_load, shorten
 from benchmarks.plans import PLANS, SETTINGS_CONTENDERS
@@ -33,14 +33,13 @@ from benchmarks.steps import FIT_CONTENDERS, LOOP_GOALS, OTHER, STEP_CONTENDERS
 from benchmarks.table import describe_result, make_page, read_result, read_results
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
-from ringtrain.errors import RingtrainError, UsageError
+from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
 from ringtrain.files.outputs import require_same_kind
 from ringtrain.messages.defects import describe_defect
 from ringtrain.messages.escaping import escape, escape_block
 from ringtrain.runtime.machine import read_machine
-from ringtrain.runtime.world import World, read_world
-from ringtrain.training.ending import report_end
+from ringtrain.runtime.world import World
 
 CONTENDERS = {
     "step": STEP_CONTENDERS,
@@ -226,27 +225,5 @@ def describe_last_run(measured: Mapping[str, Any]) -> str:
     return f"{measured['name']}, round {current['round']}, {name}: {run['fault'] or f'{text}; ' + run['checked']}"
 
 
-@contextlib.contextmanager
-def explaining_files(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"{str(path)!r} cannot be written: {error.strerror}. Give another place with --output."
-        ) from error
-
-
-def run(arguments: Sequence[str]) -> int:
-    world = read_world(os.environ)
-    try:
-        return main(arguments, world)
-    except RingtrainError as error:
-        report_end(error, world)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("benchmarks: interrupted (SIGINT).", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

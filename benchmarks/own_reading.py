@@ -14,7 +14,7 @@ from typing import Any
 
 BATCH_SIZE = 128
 WARM_UP_BATCHES, TIMED_BATCHES = 5, 60
-KINDS = ("image_folder", "tfrecord", "tfrecord_cached")
+KINDS = ("image_folder", "tfrecord")
 
 
 def main() -> None:
@@ -35,8 +35,6 @@ def main() -> None:
 
 def time_reading(kind: str, data_dir: Path) -> tuple[float, str]:
     """Return seconds per image on one core, and a fault."""
-    from ringtrain.collectives.base import Solo
-    from ringtrain.data.cache import with_cache
     from ringtrain.data.formats.image_folder import load_image_folder
     from ringtrain.data.formats.tfrecord import load_tfrecords
     from ringtrain.data.order import SampleOrder
@@ -45,9 +43,7 @@ def time_reading(kind: str, data_dir: Path) -> tuple[float, str]:
 
     world = read_world({})
     load: Any = load_image_folder if kind == "image_folder" else load_tfrecords
-    train, _ = load(data_dir, image_size=None, channels=3)
-    cache: Any = "node" if kind == "tfrecord_cached" else "none"
-    source = with_cache(train, cache, Solo(world), name="train", num_threads=1)
+    source, _ = load(data_dir, image_size=None, channels=3)
     order = SampleOrder(num_samples=source.num_samples, global_batch_size=BATCH_SIZE)
     end = WARM_UP_BATCHES + TIMED_BATCHES
     batches = iter(local_batches(source, order, world, first_step=0, end_step=end, num_threads=1))

@@ -103,13 +103,11 @@ def plan_inputs(options: BenchOptions, _: Settings) -> list[Experiment]:
         read_figures,
         ("tfrecord", "TFRecord files", read("tfrecord", records)),
         ("tfrecord_again", AGAIN, read("tfrecord", records)),
-        ("tfrecord_cached", "TFRecord files, cached on the node", read("tfrecord_cached", records)),
     )
     reading = (images if image_folder else ()) + (tfrecords if records else ())
     compared = (
         Comparison("tfrecord_again", "tfrecord"),
         Comparison("tfrecord", "image_folder"),
-        Comparison("tfrecord_cached", "tfrecord"),
     )
     experiments = (
         Experiment(

@@ -18,9 +18,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ringtrain.predict.cluster import PRESETS, Cluster
-from ringtrain.predict.forecast import SCENARIOS, Work, forecast
-from ringtrain.predict.measured import uniform
+from benchmarks.forecast.cluster import PRESETS, Cluster
+from benchmarks.forecast.model import SCENARIOS, Work, forecast, uniform
 
 PUBLISHED = Path(__file__).parent / "published_scaling.csv"
 RESULT = Path("results/predictions.json")

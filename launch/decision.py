@@ -130,7 +130,7 @@ def describe(end: RankEnd) -> list[str]:
     how += " in mid-run, such as by sys.exit or os._exit in its code" if end.has_quit else ""
     memory = (
         f"the kernel killed a process there for want of memory ({end.memory_limit}). What helps: a smaller "
-        "--batch_size, fewer ranks on a node, --cache none or node instead of memory, or more memory for the job"
+        "--batch_size, fewer ranks on a node, or more memory for the job"
     )
     who = f"rank {end.rank} on {end.host} (pid {end.pid}) {how}, the first to end"
     return [who, memory] if end.memory_limit else [who]

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ringtrain.data.formats.tfrecord import load_tfrecords
     from ringtrain.data.indexed import from_grain, from_pydataset
     from ringtrain.data.sources import (
-        BadSample,
-        FallibleSource,
         Feed,
         Pass,
         Source,
@@ -41,11 +39,9 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "BadSample",
     "Config",
     "DataError",
     "DivergedError",
-    "FallibleSource",
     "Feed",
     "HangError",
     "Histogram",
@@ -101,7 +97,12 @@ if not TYPE_CHECKING:  # mypy would accept any name
                 return getattr(module, name)
             if home == f"data.{name}":
                 return module
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ringtrain.messages.removed import NAMES
+
+        message = f"module {__name__!r} has no attribute {name!r}"
+        if name in NAMES:
+            message = f"ringtrain.{name} was removed. {NAMES[name]}"
+        raise AttributeError(message)
 
 
 def __dir__() -> list[str]:

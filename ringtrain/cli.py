@@ -13,6 +13,7 @@ from ringtrain.commands.help import show_overview
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.messages.defects import explaining_import
 from ringtrain.messages.escaping import escape_message
+from ringtrain.messages.removed import COMMANDS as REMOVED_COMMANDS
 from ringtrain.messages.rules import did_you_mean
 from ringtrain.runtime.stdio import has_lost_stdout
 from ringtrain.runtime.world import read_world
@@ -22,7 +23,7 @@ from ringtrain.training.ending import report_end
 COMMANDS = {
     name: f"ringtrain.commands.{name}"
     for name in (
-        "train", "launch", "eval", "report", "track", "export", "verify", "predict", "workloads", "init", "convert",
+        "train", "launch", "eval", "report", "track", "export", "verify", "workloads", "init", "convert",
         "doctor", "bench",
     )
 }  # fmt: skip
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_command(command: str) -> Any:
     module = (COMMANDS | INTERNAL_COMMANDS).get(command)
+    if command in REMOVED_COMMANDS:
+        raise UsageError(f"the command {command!r} was removed. {REMOVED_COMMANDS[command]}")
     if module is None:
         is_file = command.endswith(".py")
         suggestion = f"Did you mean --workload {command}? " if is_file else did_you_mean(command, COMMANDS)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ringtrain.errors import UsageError
+from ringtrain.messages.removed import refuse_removed
 from ringtrain.messages.rules import (
     above,
     at_least,
@@ -213,8 +214,9 @@ class Config:
     """type in which gradients travel; Horovod cannot sum bf16"""
 
     jit_compile: Literal["auto", "true", "false"] = "auto"
-    """whether XLA compiles a rank's forward and backward pass; sums and update are not compiled. auto: on GPUs, where
-    all operations of the model can be compiled"""
+    """whether XLA compiles a rank's forward and backward pass; sums and update are not compiled.
+    auto: on GPUs, except with --deterministic true, samples of unknown length, or layers that
+    Keras does not compile"""
 
     shard_optimizer: bool = False
     """whether each rank updates a part of the weights, and keeps the optimizer's slots of that part alone (ZeRO 1)"""
@@ -235,9 +237,6 @@ class Config:
     check_replicas_every: int = 1000
     """steps between two comparisons of all ranks' weights, bit by bit, besides one before each save; 0: none"""
 
-    on_bad_sample: Literal["stop", "skip"] = "stop"
-    """what to do about a sample that cannot be read; a skipped one is named, and its step trained without it"""
-
     # Longer than a failover of a network file system, and than any known step.
     hang_timeout: float = 300.0
     """seconds after which a run that does not move is ended; its start and its saves have 600 at least; 0: no watch"""
@@ -251,9 +250,6 @@ class Config:
 
     deterministic: bool = False
     """bit-equal results of two runs of the same size, at some cost in speed"""
-
-    cache: Literal["none", "memory", "node"] = "none"
-    """what keeps decoded images: a file on each node, decoded before the training, or each rank's memory"""
 
     copy_to: str | None = None
     """address such as s3://bucket/runs, for fsspec, that gets a copy of each checkpoint, of the log and the report"""
@@ -361,6 +357,7 @@ def _refuse_unknown(defaults: Mapping[str, Any]) -> None:
         for name in given:
             if name not in known.__dataclass_fields__:
                 given_name = f"{prefix}{name}"
+                refuse_removed(given_name, title=f"the setting {given_name} in the workload's defaults")
                 meant = did_you_mean(str(name), known.__dataclass_fields__, prefix=prefix)
                 text = f"the workload's defaults have {given_name!r}, but there is no such setting. {meant}"
                 raise UsageError(text.strip())

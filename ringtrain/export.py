@@ -95,7 +95,7 @@ def rebuild_model(workload: Workload, config: Config, checkpoint: Checkpoint) ->
     set_up_keras(config)
     missing: DataError | None = None
     try:
-        read_sources(workload, config)  # model shapes may depend on the data
+        read_sources(workload, config, None)  # model shapes may depend on the data
     except DataError as error:
         missing = error
     try:

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 from ringtrain.collectives.connect import Backend
 from ringtrain.collectives.objects import all_gather_object
-from ringtrain.collectives.timing import VALUE_BYTES, bus_bandwidth, time_all_reduce
+from ringtrain.collectives.timing import VALUE_BYTES, bus_bandwidth, fit_ring, time_all_reduce
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import prepare
 from ringtrain.config import Config
 from ringtrain.errors import UsageError
 from ringtrain.guard.causes import explaining_lost_ranks, explaining_memory
 from ringtrain.messages.rules import at_least
-from ringtrain.predict.cluster import fit_link
 from ringtrain.runtime.world import World
 from ringtrain.terminal.console import open_console
 from ringtrain.training.joining import joined
@@ -97,9 +96,23 @@ def measure(collective: Collective, options: Options, device: str) -> int:
         console.line("  ".join(f"{cell:>12}" for cell in [*cells, str(wrong)]))
         num_wrong += wrong
         times.append((num_bytes, seconds))
-    # What joins the ranks in ``Cluster``; empty: several kinds of links.
-    name = "device" if world.local_size == size else "node" if world.local_size == 1 else ""
-    if len(times) > 1 and name and (link := fit_link(times, size)):
-        flags = f"--cluster.{name}_gbit {link.gbit:.3g} --cluster.{name}_latency_us {link.latency_us:.3g}"
-        console.line(f"as a ring, for `ringtrain predict`: {flags} --cluster.tcp false")
+    line = describe_ring(world, times)
+    if line:
+        console.line(line)
     return 1 if num_wrong else 0
+
+
+def describe_ring(world: World, times: Sequence[tuple[int, float]]) -> str:
+    """Describe latency and rate of the links; empty if they do not fit, or are of several kinds."""
+    if world.local_size == world.size:
+        neighbours = "ranks of a node"
+    elif world.local_size == 1:
+        neighbours = "nodes"
+    else:
+        return ""
+    if len(times) < 2:
+        return ""
+    link = fit_ring(times, world.size)
+    if link is None:
+        return ""
+    return f"as a ring: {link.gbit:.3g} Gbit/s and {link.latency_us:.3g} us a message between the {neighbours}"

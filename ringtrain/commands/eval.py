@@ -33,7 +33,6 @@ def main(arguments: Sequence[str], world: World) -> int:
         explicit["hang_timeout"] = options.hang_timeout
     prepared = prepare(explicit, world)
     from ringtrain.collectives import run_on_rank0
-    from ringtrain.data.sources import describe_bad
     from ringtrain.run.checkpoint import read_checkpoint
     from ringtrain.run.directory import require_own
     from ringtrain.run.store import find_checkpoint
@@ -61,7 +60,5 @@ def main(arguments: Sequence[str], world: World) -> int:
         values = "".join(f", {name} = {value:.4f}" for name, value in report.metrics.items())
         where = f"{options.run}, step {step} ({options.checkpoint})"
         console = open_console(is_rank0=world.is_rank0)
-        if report.left_out:
-            console.line(f"warning: left out {describe_bad(list(report.left_out))}")
         console.line(f"{where}: eval loss = {report.loss:.4g}{values} ({report.samples} samples)")
     return 0

@@ -46,7 +46,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "workload", "options", "epochs", "steps", "batch_size", "global_batch_size", "out", "resume", "init_from",
         "seed", "config", "print_config",
     ),
-    "data": ("data_dir", "synthetic", "cache", "on_bad_sample"),
+    "data": ("data_dir", "synthetic"),
     "evaluation and saving": (
         "log_every", "profile", "eval_every_epochs", "eval_every", "best_metric", "best_direction", "stop_after",
         "checkpoint_every", "keep", "max_hours", "copy_to", "tracker",

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ringtrain.commands.help import find_options, show_help
 from ringtrain.errors import UsageError
+from ringtrain.messages.removed import refuse_removed, without_removed
 from ringtrain.messages.rules import kind_of, rule_of, shorten
 from ringtrain.runtime.run_record import record_exit
 from ringtrain.runtime.world import World
@@ -63,7 +64,7 @@ class _Reader:
         self.take(name, "true" if value is None else value, flag=flag)
         if name == "config" and value:
             del self._given[name]
-            for key, inner in _load_file(value).items():
+            for key, inner in without_removed(_load_file(value), value).items():
                 self.take(key, inner, place=f" in {value}")
 
     def take(self, name: str, value: Any, *, flag: str = "", place: str = "") -> None:
@@ -80,6 +81,7 @@ class _Reader:
             for key, inner in members.items():
                 self.take(f"{name}.{key}", inner, place=place)
         else:
+            refuse_removed(name, title=flag or f"the setting {name}")
             names = [known for known, option in self._options.items() if not option.is_word]
             near = [known for known in names if known.endswith(f".{name}")] or difflib.get_close_matches(name, names, 1)
             suggestion = f"Did you mean {'--' if flag else ''}{near[0]}? " if near else ""

@@ -4,7 +4,6 @@ It needs no network. One process.
 
     python -m ringtrain report runs/digits
     python -m ringtrain report runs/first runs/second --output compared.html
-    python -m ringtrain report runs/big --forecast forecast/forecast.json
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ class Options:
     output: Path | None = None
     """the file to write (RUN/report.html; of several report.html here)"""
 
-    forecast: Path | None = None
-    """forecast.json of `predict --out`, to be shown beside what was measured"""
-
 
 def main(arguments: Sequence[str], world: World) -> int:
     options = Options(**parse_arguments(Options, arguments, world))
@@ -45,7 +41,7 @@ def main(arguments: Sequence[str], world: World) -> int:
     target = options.output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     require_same_kind(target, b"<!doctype html>", kind="a report")
     try:
-        write_report(runs, target, forecast=options.forecast)
+        write_report(runs, target)
     except OSError as error:
         raise UsageError(
             f"the report cannot be written to {str(target)!r}: {error.strerror}. Give another place with --output."

@@ -1,7 +1,7 @@
 """Batches of a run, with the global number of samples of each step.
 
-For streams, or if corrupt samples are skipped, it is known only when every rank has its batch (``CountedBatches``):
-ranks then send their counts for the next step in the control vector.
+For streams it is known only when every rank has its batch: ranks then send their counts for the next step in the
+control vector.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, all_gather_object
+from ringtrain.collectives import Collective
 from ringtrain.data.order import LocalBatch, SampleOrder, StreamingOrder
-from ringtrain.data.pipeline import Batch, explain_change
-from ringtrain.data.sources import SAME_REMEDY, ArraySource, BadSample, Source, describe_bad, is_fallible, name_bad
+from ringtrain.data.pipeline import Batch
+from ringtrain.data.sources import SAME_REMEDY, ArraySource
 from ringtrain.errors import DataError
-from ringtrain.messages.log import LOG
 from ringtrain.runtime.world import World
 
-BAD_REMEDY = "Mend or remove what is damaged, or leave it out with --on_bad_sample skip."
 Explain = Callable[[Exception, int], Exception]
 INDICES, NUMBER = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
 
@@ -116,36 +114,59 @@ class PipelineBatches(Batches):
             raise self.explain(error, step) from error
 
 
-class CountedBatches(PipelineBatches):
-    """Batches with counts known one step ahead."""
+class StreamBatches(PipelineBatches):
+    """Batches of a stream, whose counts are known one step ahead.
+
+    While a step is computed, each rank reads its next batch; the number of its samples travels with the
+    sums of the step. A rank whose pass has ended joins with empty batches until no rank has a sample.
+    """
 
     max_steps_ahead = 0
     can_begin_again = False
     why_single_steps = "the samples of a step are known only after the step before it"
+    _order: StreamingOrder
 
     def __init__(
-        self, dataset: tf.data.Dataset, order: SampleOrder, collective: Collective, *, samples_seen: int, **steps: Any
+        self,
+        dataset: tf.data.Dataset,
+        order: StreamingOrder,
+        collective: Collective,
+        *,
+        samples_seen: int,
+        state_before: Callable[[int], tuple[int, bytes]] | None = None,
+        **steps: Any,
     ) -> None:
-        """``samples_seen``: before the first step; 0: as planned."""
+        """Create batches; ``begin`` reads the first one.
+
+        Args:
+            dataset: of ``Batch``, this rank's.
+            order: the plan of the stream.
+            collective: of all ranks.
+            samples_seen: by all ranks before the first step; 0: as planned.
+            state_before: the pipeline's state by step, if it can be saved.
+            steps: see ``Batches``.
+        """
         super().__init__(dataset, order, **steps)
         self._collective = collective
+        self._state_before = state_before
         self._upcoming: Batch | None = None
-        self._global_count, self._samples_seen = 0, samples_seen or order.samples_before(self._first_step)
+        self._global_count = 0
+        self._samples_seen = samples_seen or order.samples_before(self._first_step)
 
     def begin(self) -> None:
+        """Read the first batch, and tell all ranks its number of samples. Collective."""
         self._remaining = iter(self._dataset)
         if self._first_step < self._end_step:
             self._look_ahead(self._first_step)
-            mine = tf.constant([self.next_local_count], tf.int64)
-            self.note(lambda: tf.reduce_sum(self._collective.all_gather(mine, name="first_count")))
+            own_count = tf.constant([self.next_local_count], tf.int64)
+            self.note(lambda: tf.reduce_sum(self._collective.all_gather(own_count, name="first_count")))
 
     def __iter__(self) -> Iterator[Batch]:
         while self._global_count:
-            batch, step = self._upcoming, self._next_step
-            if batch is None or int(batch.step) != step:
-                spec = self.element_spec
-                batch = tf.nest.map_structure(lambda part: tf.zeros([n or 0 for n in part.shape], part.dtype), spec)
-                batch = batch._replace(step=tf.constant(step, tf.int64))
+            step = self._next_step
+            batch = self._upcoming_of(step)
+            if batch is None:
+                batch = self._empty_batch(step)
             else:
                 self._upcoming = None
             batch = batch._replace(global_count=tf.constant(self._global_count, tf.int64))
@@ -163,76 +184,46 @@ class CountedBatches(PipelineBatches):
     def samples_before(self, step: int) -> int:
         return self._samples_seen
 
+    def state_before(self, step: int) -> tuple[int, bytes] | None:
+        return self._state_before(step) if self._state_before else None
+
     def is_last(self, step: int) -> bool:
         return super().is_last(step) or not self._global_count
-
-    @abc.abstractmethod
-    def _check(self, step: int) -> None:
-        """Check the number of samples in ``step``, from 0. Collective."""
 
     def _look_ahead(self, step: int) -> None:
         if self._upcoming is None and step < self._end_step:
             with contextlib.suppress(StopIteration):
                 self._upcoming = self._next_of(step)
+        upcoming = self._upcoming_of(step)
+        self.next_local_count = 0 if upcoming is None else int(upcoming.indices.shape[0])
+
+    def _upcoming_of(self, step: int) -> Batch | None:
+        """Return this rank's batch of ``step``, if it was read and there is one."""
         upcoming = self._upcoming
-        is_there = upcoming is not None and int(upcoming.step) == step
-        self.next_local_count = int(upcoming.indices.shape[0]) if upcoming is not None and is_there else 0
+        return upcoming if upcoming is not None and int(upcoming.step) == step else None
 
-
-class StreamBatches(CountedBatches):
-    """Batches of a stream."""
-
-    _order: StreamingOrder
-
-    def __init__(
-        self, *given: Any, state_before: Callable[[int], tuple[int, bytes]] | None = None, **steps: Any
-    ) -> None:
-        super().__init__(*given, **steps)
-        self._state_before = state_before
-
-    def state_before(self, step: int) -> tuple[int, bytes] | None:
-        return self._state_before(step) if self._state_before else None
+    def _empty_batch(self, step: int) -> Batch:
+        empty = tf.nest.map_structure(
+            lambda part: tf.zeros([size or 0 for size in part.shape], part.dtype), self.element_spec
+        )
+        return empty._replace(step=tf.constant(step, tf.int64))
 
     def _check(self, step: int) -> None:
-        count, upcoming, steps_per_epoch = self._global_count, self._upcoming, self._order.steps_per_epoch
-        whole = int(upcoming.global_count) if upcoming is not None and int(upcoming.step) == step else 0
-        if self._order.is_shared and whole != count and whole:
+        """Compare the number of samples in ``step``, from 0, with the plan."""
+        count = self._global_count
+        upcoming = self._upcoming_of(step)
+        planned_count = 0 if upcoming is None else int(upcoming.global_count)
+        if self._order.is_shared and planned_count and planned_count != count:
             raise DataError(
-                f"the dataset gives this rank {whole} samples for step {step + 1}, but the ranks' slices of what "
-                f"they were given are {count}: it is not the same on all ranks. {SAME_REMEDY}",
+                f"the dataset gives this rank {planned_count} samples for step {step + 1}, but the ranks' slices of "
+                f"what they were given are {count}: it is not the same on all ranks. {SAME_REMEDY}",
                 reach="rank",
             )
         if not count and not self._order.is_single_pass:
+            steps_per_epoch = self._order.steps_per_epoch
             raise DataError(
                 f"no rank was fed anything for step {step % steps_per_epoch + 1} of an epoch, but steps_per_epoch "
                 f"is {steps_per_epoch}; every epoch must have as many. Lower it, or feed more.",
-                reach="run",
-            )
-
-
-class ReadableBatches(CountedBatches):
-    """Batches without corrupt samples."""
-
-    def __init__(self, *given: Any, find_bad: Callable[[np.ndarray], list[BadSample]], **steps: Any) -> None:
-        """``find_bad`` returns the corrupt ones among planned samples."""
-        super().__init__(*given, **steps)
-        self._find_bad = find_bad
-
-    def _check(self, step: int) -> None:
-        """Report skipped samples on rank 0."""
-        planned_count = self._order.global_count(step)
-        if self._global_count == planned_count:
-            return
-        world = self._collective.world
-        planned = self._order.local_batch(step, rank=world.rank, size=world.size).indices
-        good = self._upcoming.indices.numpy() if self._upcoming is not None else []
-        mine = [list(bad) for bad in name_bad(np.setdiff1d(planned, good), self._find_bad)]
-        all_bad = [BadSample(*bad) for ranks in all_gather_object(self._collective, mine, name="bad") for bad in ranks]
-        LOG.warning(f"step {step + 1}: left out {describe_bad(all_bad)}")
-        if not self._global_count:
-            raise DataError(
-                f"none of the {planned_count} samples of step {step + 1} can be read: "
-                f"{describe_bad(all_bad)} Look at the data.",
                 reach="run",
             )
 
@@ -284,12 +275,3 @@ class ArrayBatches(Batches):
 
 def to_int64(value: Any) -> tf.Tensor:
     return tf.constant(value, tf.int64)
-
-
-def explain_bad(source: Source, order: SampleOrder, world: World, error: Exception, step: int) -> Exception:
-    """Convert an error of ``step``, from 0."""
-    indices = order.local_batch(step, rank=world.rank, size=world.size).indices
-    bad = source.find_bad(indices) if is_fallible(source) else []
-    if bad:
-        return DataError(f"{describe_bad(bad)} {BAD_REMEDY}", reach="rank")
-    return explain_change(error, step)

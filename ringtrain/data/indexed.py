@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringtrain.data.sources import CollectingSource, Feed, Pass, bytes_of
+from ringtrain.data.sources import Feed, Pass, UnreadableSample, bytes_of
 from ringtrain.data.tf_data import feed_of
 from ringtrain.errors import DataError
 from ringtrain.messages.defects import describe_defect
@@ -35,9 +35,9 @@ def from_grain(samples: Any, *, steps_per_epoch: int | None = None) -> IndexedSo
 
     **Map-style**: a ``grain.MapDataset``, a data source such as ``grain.sources.ArrayRecordDataSource``, or any object
     with ``len(samples)`` and ``samples[number]``, a pair (x, y). As for arrays, ringtrain chooses the order, N ranks
-    train exactly what one trains, and runs resume on any number of ranks. Samples that raise are reported, or skipped
-    with ``--on_bad_sample skip``. ``samples[number]`` must be deterministic, thread-safe, and not reuse memory. Leave
-    out ``shuffle``, ``repeat`` and ``batch``.
+    train exactly what one trains, and runs resume on any number of ranks. Samples that raise end the
+    run, and are named. ``samples[number]`` must be deterministic, thread-safe, and not reuse memory. Leave out
+    ``shuffle``, ``repeat`` and ``batch``.
 
     **A function of the pass** that returns this rank's batches: a ``grain.IterDataset``, a ``grain.DataLoader``, or
     another iterable, sharded by ``of.rank`` and ``of.size`` (``grain.sharding.ShardOptions``), following ``of.seed``
@@ -157,7 +157,7 @@ def _read_ahead(dataset: Any, first: int) -> Iterator[Any]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-class IndexedSource(CollectingSource):
+class IndexedSource:
     def __init__(self, samples: Any) -> None:
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise DataError(
@@ -191,55 +191,55 @@ class IndexedSource(CollectingSource):
             digest.update(b"".join(map(bytes_of, sample)))
         return digest.hexdigest()
 
-    def collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, Any, Any]:
+    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
+        """Read samples (x, y), tensors [n, ...] or structures of them; runs in a graph."""
         import tensorflow as tf
 
-        good, *leaves = tf.numpy_function(self._read_good, [indices], [tf.int64, *(dtype for dtype, _ in self._kinds)])
-        good.set_shape([None])
-        for leaf, (_, shape) in zip(leaves, self._kinds, strict=True):
-            leaf.set_shape([None, *shape])
-        if not skips_bad:
-            with tf.control_dependencies(
-                [tf.debugging.assert_equal(tf.size(good), tf.size(indices), "samples cannot be read")]
-            ):
-                leaves = list(map(tf.identity, leaves))
-        x, y = tf.nest.pack_sequence_as(self._structure, leaves)
-        return good, x, y
+        dtypes = [dtype for dtype, _ in self._kinds]
+        columns = tf.numpy_function(self._read_columns, [indices], dtypes)
+        for column, (_, shape) in zip(columns, self._kinds, strict=True):
+            column.set_shape([*indices.shape[:1], *shape])
+        x, y = tf.nest.pack_sequence_as(self._structure, columns)
+        return x, y
 
-    def why_bad(self, number: int) -> tuple[str, str] | None:
+    def why_unreadable(self, number: int) -> UnreadableSample | None:
+        """Read one sample; return None if that succeeds."""
         sample = self._read(number)
-        is_bad = isinstance(sample, Exception)
-        return (f"of the {type(self._samples).__name__}", describe_defect(sample).rstrip(".")) if is_bad else None
+        if not isinstance(sample, Exception):
+            return None
+        reason = describe_defect(sample).rstrip(".")
+        return UnreadableSample(number, f"of the {type(self._samples).__name__}", reason)
 
-    def _read_good(self, numbers: Any) -> list[Any]:
+    def _read_columns(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Return flat arrays [n, ...] of samples; raise the error of an unreadable one."""
         columns = [np.empty((len(numbers), *shape), dtype.as_numpy_dtype) for dtype, shape in self._kinds]
 
-        def take(place: int) -> bool:
-            """Copy at once, as memory may be reused; return False if unreadable."""
+        def take(place: int) -> None:
+            """Copy at once, as memory may be reused."""
             sample = self._read(int(numbers[place]))
             if isinstance(sample, Exception):
-                return False
+                raise sample
             for column, array in zip(columns, sample, strict=True):
                 column[place, ...] = array
-            return True
 
-        is_good = np.array(self._for_each(take, len(numbers)), bool)
-        return [numbers, *columns] if is_good.all() else [numbers[is_good], *(column[is_good] for column in columns)]
+        self._for_each(take, len(numbers))
+        return columns
 
-    def _for_each(self, take: Callable[[int], bool], number: int) -> list[bool]:
-        """Read in sequence; in threads after several slow samples in a row."""
-        taken: list[bool] = []
-        while len(taken) < number and self._slow_in_a_row < MAX_SLOW:
+    def _for_each(self, take: Callable[[int], None], number: int) -> None:
+        """Call it with 0 to ``number`` - 1: in sequence; in threads after several slow calls in a row."""
+        num_taken = 0
+        while num_taken < number and self._slow_in_a_row < MAX_SLOW:
             begin = time.perf_counter()
-            taken.append(take(len(taken)))
+            take(num_taken)
+            num_taken += 1
             is_slow = time.perf_counter() - begin > QUICK_SECONDS
             self._slow_in_a_row = self._slow_in_a_row + 1 if is_slow else 0
-        if len(taken) < number:
-            taken += self._pool.map(take, range(len(taken), number))
+        if num_taken < number:
+            list(self._pool.map(take, range(num_taken, number)))  # raises their errors
             self._in_threads += 1
             if self._in_threads >= BATCHES_IN_THREADS:
-                self._slow_in_a_row, self._in_threads = 0, 0
-        return taken
+                self._slow_in_a_row = 0
+                self._in_threads = 0
 
     def _read(self, number: int) -> Any:
         """Return flat arrays, or the exception."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from ringtrain.data.augment import graph_code, sample_keys
 from ringtrain.data.order import SampleOrder
-from ringtrain.data.sources import FallibleSource, Source
+from ringtrain.data.sources import Source
 from ringtrain.errors import RingtrainError, UsageError
 from ringtrain.runtime.world import World
 
@@ -41,12 +41,8 @@ def local_batches(
     end_step: int,
     num_threads: int,
     augment: Augment | None = None,
-    skips_bad: bool = False,
 ) -> tf.data.Dataset:
-    """Return a dataset of ``Batch``; ``end_step`` is exclusive.
-
-    ``skips_bad`` skips corrupt samples of a ``FallibleSource``.
-    """
+    """Return a dataset of ``Batch``; ``end_step`` is exclusive."""
 
     def plan(first: np.int64) -> list[np.ndarray]:
         end = min(int(first) + PLANNED_STEPS, end_step)
@@ -67,10 +63,7 @@ def local_batches(
 
     def read(padded: tf.Tensor, count: tf.Tensor, step: tf.Tensor, epoch: tf.Tensor, global_count: tf.Tensor) -> Batch:
         indices = padded[:count]
-        if skips_bad:
-            indices, x, y = graph_code(cast(FallibleSource, source).gather_good)(indices)
-        else:
-            x, y = as_pair(source.gather, graph_code(source.gather)(indices))
+        x, y = as_pair(source.gather, graph_code(source.gather)(indices))
         if augment is not None:
             x, y = change(augment, x, y, sample_keys(order.seed, epoch, indices))
         return Batch(x, y, indices, step, global_count)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import collections
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from ringtrain.runtime import activity
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-MAX_NAMED = 5
 
 
 class Source(Protocol):
@@ -33,76 +30,20 @@ class Source(Protocol):
         """Return samples (x, y), tensors [n, ...] or structures of them; runs in a graph. ``indices``: int64 [n]."""
 
 
-class BadSample(NamedTuple):
-    """A corrupt sample.
+class UnreadableSample(NamedTuple):
+    """A sample that cannot be read.
 
     Attributes:
         number: its index in the source.
-        description: location, such as a file's path.
-        reason: the error.
+        location: where it is, such as a path, or a record of a file.
+        reason: the error, without a full stop.
+        path: the file that holds it; empty if there is none.
     """
 
     number: int
-    description: str
+    location: str
     reason: str
-
-
-class FallibleSource(Source, Protocol):
-    """Samples that are read when needed, and may be corrupt."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the samples, equal for equal data."""
-
-    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        """Like ``gather``, without corrupt samples: (indices of the readable ones, x, y)."""
-
-    def find_bad(self, indices: Any) -> list[BadSample]:
-        """Return the corrupt samples of ``indices`` (integers [n]); outside of graphs."""
-
-
-class CollectingSource(abc.ABC):
-    """A FallibleSource of two methods."""
-
-    @abc.abstractmethod
-    def collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, Any, Any]:
-        """Return indices, x and y like ``gather_good``; without ``skips_bad`` fail if a sample is corrupt."""
-
-    @abc.abstractmethod
-    def why_bad(self, index: int) -> tuple[str, str] | None:
-        """Return location and error of a corrupt sample; None of another."""
-
-    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        import tensorflow as tf
-
-        _, *samples = self.collect(indices, skips_bad=False)
-        for part in tf.nest.flatten(samples):  # the static number of samples
-            part.set_shape(indices.shape[:1].concatenate(part.shape[1:]))
-        x, y = samples
-        return x, y
-
-    def gather_good(self, indices: tf.Tensor) -> tuple[tf.Tensor, Any, Any]:
-        return self.collect(indices, skips_bad=True)
-
-    def find_bad(self, indices: Any) -> list[BadSample]:
-        return [BadSample(number, *why) for number in map(int, indices) if (why := self.why_bad(number))]
-
-
-def name_bad(numbers: np.ndarray, find_bad: Callable[[np.ndarray], list[BadSample]]) -> list[BadSample]:
-    """Describe corrupt samples (int64 [n]); some may be readable by now."""
-    found = {bad.number: bad for bad in (find_bad(numbers) if numbers.size else [])}
-    missing = "it could not be read when its turn came, and can be now"
-    return [found.get(int(number), BadSample(int(number), "of that time", missing)) for number in numbers]
-
-
-def describe_bad(samples: list[BadSample]) -> str:
-    named = "; ".join(f"sample {bad.number}, {bad.description}: {bad.reason}" for bad in samples[:MAX_NAMED])
-    more = f"; and {len(samples) - MAX_NAMED} more" if len(samples) > MAX_NAMED else ""
-    return f"{len(samples)} sample{'s' if len(samples) != 1 else ''} that cannot be read ({named}{more})."
-
-
-def is_fallible(source: Source) -> TypeGuard[FallibleSource]:
-    return hasattr(source, "find_bad")
+    path: str = ""
 
 
 @dataclass(frozen=True, eq=False)

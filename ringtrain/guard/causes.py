@@ -96,10 +96,9 @@ def explain(error: Exception, config: Config) -> str | None:
     smaller = f"{halved}, which trains the same global batch in smaller pieces (as a new run: --resume never)"
     if batch_size == 1 and not config.global_batch_size:
         smaller = "a smaller model, or smaller samples: the batch is one sample already"
-    on_host = ["fewer ranks on a node", "--cache none or node instead of memory"]
-    remedies = "; ".join([smaller, *(["--precision mixed_bfloat16"] if is_gpu else on_host)])
+    other_remedy = "--precision mixed_bfloat16" if is_gpu else "fewer ranks on a node"
     return (
         f"out of memory {'on the GPU' if is_gpu else 'on the host'} while it {activity.current()[0].words_of_one}, "
-        f"with {size}{f' ({request[0]})' if request else ''}. What helps: {remedies}. `ringtrain doctor --workload "
-        f"{config.workload} --batch_size auto` finds the largest batch that fits."
+        f"with {size}{f' ({request[0]})' if request else ''}. What helps: {smaller}; {other_remedy}. "
+        f"`ringtrain doctor --workload {config.workload} --batch_size auto` finds the largest batch that fits."
     )

@@ -29,6 +29,7 @@ import keras
 from keras.src.backend.tensorflow import trainer
 
 from ringtrain.data.tf_data import without_tuner
+from ringtrain.errors import UsageError
 from ringtrain.keras.auditing.session import Audit
 from ringtrain.keras.collective import is_elastic, log
 from ringtrain.keras.distributed import (
@@ -189,22 +190,31 @@ def _has_ranks() -> bool:
 
 
 class CompiledStep:
+    """A training step whose forward and backward pass XLA compiles, but not the sums and the update."""
+
     def __init__(self, model: Any) -> None:
-        self._model, self._plain = model, model.train_step
+        self._model = model
+        self._plain = model.train_step
         self._function = CompiledFunction(self._compute)
-        self._why_not: str | None = None
+        self._is_checked = False
 
     def __call__(self, data: Any) -> Any:
-        if self._why_not is None:
-            self._why_not = self._function.why_not(data)
-            if self._why_not:
-                notice(f"XLA has no way to compile {self._why_not}")
-        if self._why_not:
-            return self._plain(data)
-        found, metrics = self._function(data)
+        gradients, metrics = self._function(data)
+        if not self._is_checked:
+            self._require_supported_operations()
+            self._is_checked = True
         weights = self._model.trainable_weights
-        self._model.optimizer.apply(list(map(with_known_rows, found, weights)), weights)
+        gradients = list(map(with_known_rows, gradients, weights))
+        self._model.optimizer.apply(gradients, weights)
         return metrics
+
+    def _require_supported_operations(self) -> None:
+        """Refuse operations that XLA lacks while the step is traced, before ranks wait for sums."""
+        if unsupported := self._function.find_unsupported():
+            raise UsageError(
+                "fit with jit_compile=True (on a GPU also by default): XLA cannot compile "
+                f"{unsupported}. Train without XLA: model.compile(..., jit_compile=False)."
+            )
 
     def _compute(self, data: Any) -> tuple[list[Any], Any]:
         """Return gradients, captured from the optimizer, and metrics."""

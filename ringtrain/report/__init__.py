@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
-from ringtrain.report.forecasts import read_forecast
 from ringtrain.report.page import make_page
 from ringtrain.report.reading import read_run
 
@@ -19,13 +18,11 @@ def write_report(
     runs: Sequence[Path],
     target: Path,
     *,
-    forecast: Path | None = None,
     may_write: Callable[[], None] = lambda: None,
 ) -> None:
     """Atomic; ``may_write`` precedes the rename. Raises UsageError for reading, OSError for writing."""
-    rows = None if forecast is None else read_forecast(forecast)
     try:
-        page = make_page([read_run(run) for run in runs], rows)
+        page = make_page([read_run(run) for run in runs])
     except OSError as error:
         raise UsageError(
             f"{str(error.filename)!r} cannot be read: {error.strerror}. Check the file and its permissions."

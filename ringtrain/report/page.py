@@ -18,7 +18,6 @@ from ringtrain import __version__
 from ringtrain.messages.defects import explaining_import
 from ringtrain.report.charts import find_marks, plan_charts
 from ringtrain.report.figures import MARKS, PART_COLOURS, RUN_COLOURS, DrawnRun, make_figures
-from ringtrain.report.forecasts import ForecastRows, compare
 from ringtrain.report.ranking import MOST_COMPARED, rank
 from ringtrain.report.reading import RunRecord
 from ringtrain.report.series import Curve, make_curves
@@ -28,7 +27,7 @@ from ringtrain.report.timing import PARTS
 TEMPLATE = Path(__file__).parent / "template"
 
 
-def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -> str:
+def make_page(runs: Sequence[RunRecord]) -> str:
     names, num_runs = name_runs([run.path for run in runs]), len(runs)
     ranking = None
     if num_runs > MOST_COMPARED:
@@ -45,10 +44,7 @@ def make_page(runs: Sequence[RunRecord], forecast: ForecastRows | None = None) -
         },
         "images": [{name: {"steps": s.steps, "images": s.images} for name, s in run.images.items()} for run in runs],
     }
-    tables = [
-        {**describe_run(run, shown), "forecast": None if forecast is None else compare(run, forecast)}
-        for run, shown in zip(runs, drawn, strict=True)
-    ]
+    tables = [describe_run(run, shown) for run, shown in zip(runs, drawn, strict=True)]
     style, programs, digests = read_own_files()
     differing, same = compare_settings([run.settings for run in runs])
     return load_template().render(

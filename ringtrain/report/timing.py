@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ PARTS = {
     "rest": "start-up, saves, other",
 }
 SAVED_ALL = ("completed", "preempted")
-TIMED = {"step", "sec_per_step", "examples_per_sec"}
 
 
 def split_time(events: Events) -> dict[str, float]:
@@ -40,20 +38,6 @@ def split_time(events: Events) -> dict[str, float]:
         known |= _interrupted(events, elapsed)
         known["rest"] = float(elapsed[-1]) - sum(known.values())
     return {kind: seconds for kind, seconds in known.items() if seconds > 0}
-
-
-def steady_intervals(events: Events) -> list[dict[str, Any]]:
-    """Return ``train`` events of the last start with the time of their steps, without the first, which compiles."""
-    starts = _of(events, "start")
-    first = starts[-1].get("first_step", 0) if starts else 0
-    timed = [dict(event) for event in _of(events, "train") if event.keys() >= TIMED]
-    return [event for event in timed if event["step"] > first][1:]
-
-
-def find_medians(intervals: Events, *names: str) -> dict[str, float]:
-    """Return medians of fields that all intervals have."""
-    known = [name for name in names if all(name in event for event in intervals)]
-    return {name: statistics.median(event[name] for event in intervals) for name in known}
 
 
 def attempts(events: Events) -> list[list[Mapping[str, Any]]]:

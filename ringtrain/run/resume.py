@@ -14,6 +14,8 @@ from typing import Any, Literal
 from ringtrain.config import Config, flatten_settings, to_plain
 from ringtrain.errors import DataError, UsageError
 from ringtrain.messages.log import LOG
+from ringtrain.messages.removed import SETTINGS as REMOVED_SETTINGS
+from ringtrain.messages.removed import without_removed
 from ringtrain.run.checkpoint import Checkpoint
 from ringtrain.run.directory import (
     CONFIG_FILE,
@@ -36,9 +38,9 @@ from ringtrain.run.store import find_newest, remove_unfinished, set_aside, step_
 # They do not change the training (except dropout, by XLA and the number of ranks). Length matters only to some
 # schedules.
 FREE_SETTINGS = {
-    "backend", "cache", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
+    "backend", "check_replicas_every", "checkpoint_every", "data_dir", "eval_every", "eval_every_epochs",
     "detached", "exit_timeout", "hang_timeout", "init_from", "jit_compile",
-    "keep", "log_every", "max_hours", "on_bad_sample", "on_nonfinite", "out", "profile", "resume",
+    "keep", "log_every", "max_hours", "on_nonfinite", "out", "profile", "resume",
     "copy_to", "shard_optimizer", "steps_per_call", "stop_after", "tracker",
 }  # fmt: skip
 LENGTH_SETTINGS = {"epochs", "steps"}
@@ -242,7 +244,7 @@ def refuse_other_run(directory: RunDirectory, checkpoint: Checkpoint, former: Ma
 
 
 def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    changed = list_changed_settings(former, wanted)
+    changed = list_changed_settings(without_removed(former, str(path / CONFIG_FILE)), wanted)
     if changed:
         raise UsageError(
             f"the run in {str(path)!r} was started with other settings: {'; '.join(changed)}. Give the former ones to "
@@ -252,7 +254,7 @@ def refuse_other_settings(path: Path, former: Mapping[str, Any], wanted: Mapping
 
 def list_changed_settings(former: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     is_bound = flatten_settings(wanted).get("optimizer.schedule") in ("cosine", "linear", "polynomial")
-    free = FREE_SETTINGS | (set() if is_bound else LENGTH_SETTINGS)
+    free = FREE_SETTINGS | REMOVED_SETTINGS.keys() | (set() if is_bound else LENGTH_SETTINGS)
     # Newer settings default to the value that changes nothing.
     old = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(former)
     new = flatten_settings(to_plain(asdict(Config()))) | flatten_settings(wanted)

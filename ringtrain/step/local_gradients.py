@@ -69,7 +69,7 @@ class LocalGradients:
         local_batch_size: int | None = None,
         stateful_metrics: StatefulMetrics = NO_METRICS,
     ) -> None:
-        """``dtype``: of losses and sums. ``jit_compile``: use XLA, except across ranks.
+        """``dtype``: of losses and sums. ``jit_compile``: use XLA, which compiles no collectives.
 
         ``local_batch_size``: of most batches; None if it is not known.
         """
@@ -84,7 +84,7 @@ class LocalGradients:
         self._row_state_rule = RowStateRule(model, local_batch_size)
         self.needs_every_rank = needs_every_rank(workload, model)
         self.compiled: CompiledGradients | None = None
-        if jit_compile and not self.needs_every_rank:
+        if jit_compile:
             self.compiled = CompiledGradients(self._compute, model.trainable_variables)
 
     def __call__(self, batch: Batch, local_count: tf.Tensor) -> Forward:

@@ -20,9 +20,10 @@ from ringtrain.config import Config, Precision
 from ringtrain.data.pipeline import Batch, with_batch_size
 from ringtrain.errors import UsageError
 from ringtrain.guard.labels import find_labels
+from ringtrain.messages.rules import list_first
 from ringtrain.run.variables import broadcast_variables, name_variables, named_slots, named_weights
-from ringtrain.step.compiled import MAX_NAMED
-from ringtrain.step.local_gradients import Forward, LocalGradients, StepStructure
+from ringtrain.step.compiled import MAX_NAMED, nodes_of
+from ringtrain.step.local_gradients import CompiledGradients, Forward, LocalGradients, StepStructure
 from ringtrain.step.loss_scale import LossScale
 from ringtrain.step.optimizers import WeightAverages
 from ringtrain.step.report import EXTRA_SCALARS, NUM_SUMS, StepReport, add_extra_scalars, pack, unpack
@@ -57,7 +58,10 @@ class TrainStep:
         """Trace the step; this rank's batches mostly have ``local_batch_size`` samples.
 
         ``times_communication``: False in deterministic mode (TensorFlow refuses clocks) and on a GPU (the host would
-        wait). ``jit_compile``: ignored if a layer uses other ranks.
+        wait). ``jit_compile``: see ``decide_on_xla``.
+
+        Raises:
+            UsageError: XLA cannot compile an operation of the model or the loss.
         """
         self.model, self.optimizer = model, optimizer
         self.stateful_metrics = stateful_metrics
@@ -77,9 +81,10 @@ class TrainStep:
         self.usual_spec, size = batch_spec, local_batch_size
         if size is not None:
             self.usual_spec = with_batch_size(batch_spec, size)
-        self.not_compiled = ""
         self._trace_usual(workload, config, self.usual_spec, reduction.collective.world.rank, jit_compile=jit_compile)
         self.compiled = self.local_gradients.compiled
+        if self.compiled is not None:
+            self._require_supported_operations(self.compiled, config)
         self.labels = self.compiled.labels if self.compiled else find_labels(self.train, batch_spec)
         of_any, train = [batch_spec, *SCALARS], lambda *given: self._train_samples(*given)[0]
         self._train_any = tf.function(train, input_signature=of_any, autograph=False)
@@ -87,7 +92,6 @@ class TrainStep:
         self._look_again = tf.function(self._are_gradients_finite, input_signature=[batch_spec], autograph=False)
 
     def _trace_usual(self, workload: Workload, config: Config, spec: Batch, rank: int, *, jit_compile: bool) -> None:
-        """Fall back from XLA if it is optional."""
         self.local_gradients = LocalGradients(
             workload,
             config,
@@ -112,25 +116,20 @@ class TrainStep:
                 f"shard_optimizer is true, but the forward pass changes the weight {path}, of which each rank updates "
                 "only a piece. Leave --shard_optimizer out."
             )
-        if not jit_compile:
-            return
-        compiled, is_forced = self.local_gradients.compiled, config.jit_compile == "true"
-        if compiled is None:
-            self.not_compiled = "a layer asks the other ranks within its forward pass"
-            return
-        is_unknown = compiled.function.has_unknown_lengths
-        if is_unknown and not is_forced:
-            self.not_compiled = "the lengths of a sample are not known before, and it would compile each length"
-        # Not checked with unknown lengths, except for Python.
-        elif why := ", ".join(self.python_operations()[:MAX_NAMED]) if is_unknown else compiled.function.why_not():
-            if is_forced:
-                raise UsageError(
-                    f"jit_compile is true, but XLA has no way to compile {why}. Leave --jit_compile out, or compute "
-                    "that by operations of TensorFlow's or Keras' that XLA has; in a source or augment() all are fine."
-                )
-            self.not_compiled = f"it has no way to compile {why}"
-        if self.not_compiled:
-            self._trace_usual(workload, config, spec, rank, jit_compile=False)
+
+    def _require_supported_operations(self, compiled: CompiledGradients, config: Config) -> None:
+        """Refuse operations that XLA lacks before the first step, in which ranks wait for each other."""
+        if compiled.function.has_unknown_lengths:
+            unsupported = list_first(self.python_operations(), MAX_NAMED)
+        else:
+            unsupported = compiled.function.find_unsupported()
+        if unsupported:
+            mode = " with --deterministic true" if config.deterministic else ""
+            raise UsageError(
+                f"--jit_compile {config.jit_compile}: XLA cannot compile {unsupported}{mode}. "
+                "Train without XLA: --jit_compile false. Or use other operations in the model and "
+                "the loss; sources and augment() may use any."
+            )
 
     def __call__(
         self, batch: Batch, learning_rate: float, *, is_stop_wanted: bool = False, next_count: int = 0
@@ -348,8 +347,7 @@ def python_operations(graph: Any) -> list[str]:
     """Exclude ringtrain's own."""
     nodes = []
     while graph is not None and hasattr(graph, "outer_graph"):
-        definition = graph.as_graph_def()
-        nodes += [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+        nodes += nodes_of(graph)
         graph = graph.outer_graph
     return [node.name for node in nodes if node.op in PYTHON_OPERATIONS and MARK not in node.attr]
 

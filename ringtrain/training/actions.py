@@ -15,7 +15,6 @@ from ringtrain.collectives import Collective, all_gather_object, raise_on_all_ra
 from ringtrain.collectives.context import alone
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch
-from ringtrain.data.sources import describe_bad, is_fallible
 from ringtrain.errors import ReplicasDifferError
 from ringtrain.files.bounded import make_directory
 from ringtrain.guard.replicas import ReplicaGuard, require_finite_values
@@ -130,8 +129,6 @@ class Evaluate(Action):
         set_phase(Phase.LOG, step)
         epoch, console = epoch_after(self._job.plan.order, step), self._session.console
         metrics = "".join(f", {name} = {value:.4f}" for name, value in result.metrics.items())
-        if result.left_out:
-            console.line(f"warning: evaluation: left out {describe_bad(list(result.left_out))}")
         where = f"epoch {round(epoch, 2):g}, step {step}" if self._job.plan.order.has_known_length else f"step {step}"
         console.line(f"{where}: eval loss = {result.loss:.4g}{metrics} ({result.samples} samples)")
         took = round(seconds, 3)
@@ -148,7 +145,7 @@ class Evaluate(Action):
         if self._job.evaluation is not None:
             source = self._job.evaluation.source
             shown = tf.range(min(MAX_IMAGES, source.num_samples), dtype=tf.int64)
-            x, y = source.gather_good(shown)[1:] if is_fallible(source) else source.gather(shown)
+            x, y = source.gather(shown)
             with alone(), keeping_values(self._job.step.row_state):
                 self._session.show(self._job.workload.summaries(self._job.step.model, x, y), step=step)
 

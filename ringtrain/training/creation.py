@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,13 +20,15 @@ from ringtrain.errors import NO_HOROVOD_SIGN, UsageError
 from ringtrain.messages.log import LOG
 from ringtrain.messages.rules import list_first
 from ringtrain.run.variables import require_gradients_that_add
-from ringtrain.runtime.private import exclude_paths_from_decay
+from ringtrain.runtime.private import all_layers, exclude_paths_from_decay
+from ringtrain.step.compiled import StepFacts, decide_on_xla, find_unsupported_layers, has_unknown_lengths
 from ringtrain.step.optimizers import OWN, only_reads_gradients
 from ringtrain.step.state import is_integer_or_bool
 from ringtrain.step.train_step import TrainStep, set_precision
 from ringtrain.training.evaluation import EvalStep, Evaluation, evaluation_batches
 from ringtrain.workloads.base import Workload
 from ringtrain.workloads.stateful_metrics import create_stateful_metrics
+from ringtrain.workloads.values import needs_every_rank
 
 # Of ringtrain.keras' and Horovod's DistributedOptimizer; neither is imported here.
 MARKS_OF_DISTRIBUTED = ("exchange", "_allreduce_grads")
@@ -98,7 +101,8 @@ def create_step(
 ) -> TrainStep:
     """``in_groups``: see ``GradientReduction``."""
     require_gradients_that_add(model.trainable_variables)
-    world, has_gpus = collective.world, bool(tf.config.get_visible_devices("GPU"))
+    world = collective.world
+    xla = decide_on_xla(config.jit_compile, find_facts(workload, config, model, batch_spec))
     # The planned size, which most batches have.
     usual = len(order.local_batch(0, rank=world.rank, size=world.size).indices)
     stateful_metrics = create_stateful_metrics(workload, model, batch_spec, batch_size=usual)
@@ -115,8 +119,8 @@ def create_step(
         ),
         batch_spec=batch_spec,
         local_batch_size=usual or None,
-        times_communication=not (config.deterministic or has_gpus),
-        jit_compile=config.jit_compile == "true" or (config.jit_compile == "auto" and has_gpus),
+        times_communication=not (config.deterministic or has_gpu()),
+        jit_compile=xla.compiles,
         stateful_metrics=stateful_metrics,
     )
     twice = [name for name in stateful_metrics.names if name in step.metric_names]
@@ -125,6 +129,21 @@ def create_step(
             f"{type(workload).__name__} gives {twice[0]!r} in metrics and in create_metrics. Leave it out of one."
         )
     return step
+
+
+def find_facts(workload: Workload, config: Config, model: keras.Model, batch_spec: Batch) -> StepFacts:
+    return StepFacts(
+        has_gpu=has_gpu(),
+        is_deterministic=config.deterministic,
+        asks_other_ranks=needs_every_rank(workload, model),
+        has_unknown_lengths=has_unknown_lengths(tf.nest.flatten((batch_spec.x, batch_spec.y))),
+        unsupported_layers=find_unsupported_layers(all_layers(model)),
+    )
+
+
+def has_gpu() -> bool:
+    """Return True if this process trains on a GPU. The ranks have compared their devices."""
+    return bool(tf.config.get_visible_devices("GPU"))
 
 
 def warn_of_settings(workload: Workload, config: Config, step: TrainStep, *, is_parallel: bool) -> None:
@@ -136,9 +155,10 @@ def warn_of_settings(workload: Workload, config: Config, step: TrainStep, *, is_
             "Train such a model by fit, under ringtrain.keras."
         )
     warn_of_best(config)
-    if step.not_compiled:
-        LOG.info(f"XLA compiles no part of the step: {step.not_compiled}.")
-    elif step.compiled is not None:
+    xla = decide_on_xla(config.jit_compile, find_facts(workload, config, step.model, step.usual_spec))
+    if xla.why_not:
+        LOG.info(f"XLA compiles no part of the step: {xla.why_not}.")
+    elif xla.compiles:
         LOG.info("XLA compiles each rank's forward and backward pass; sums and update are not compiled.")
     if config.shard_optimizer and step.sharded is None:
         LOG.warning("--shard_optimizer has no effect: a single rank updates all weights.")
@@ -179,6 +199,7 @@ def create_evaluation(
     *,
     global_batch_size: int,
     num_threads: int,
+    run_directory: Path | None,
 ) -> Evaluation | None:
     evaluation = None
     if source is not None:
@@ -187,7 +208,7 @@ def create_evaluation(
             collective.world,
             global_batch_size=global_batch_size,
             num_threads=num_threads,
-            skips_bad=config.on_bad_sample == "skip",
+            run_directory=run_directory,
         )
         require_same_structure(workload, batch_spec, batches.element_spec)
         eval_spec = batches.element_spec

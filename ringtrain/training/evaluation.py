@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from ringtrain.collectives import Collective, run_on_rank0
-from ringtrain.data.batches import Batches, PipelineBatches, explain_bad
+from ringtrain.collectives import Collective
+from ringtrain.data.batches import Batches, PipelineBatches
 from ringtrain.data.order import SampleOrder
 from ringtrain.data.pipeline import Batch, local_batches
-from ringtrain.data.sources import BadSample, Source, is_fallible, name_bad
-from ringtrain.errors import DataError
+from ringtrain.data.sources import Source
+from ringtrain.data.unreadable import explain_unreadable
 from ringtrain.guard.labels import find_labels
 from ringtrain.runtime import activity
 from ringtrain.runtime.activity import Phase
@@ -40,7 +41,6 @@ class EvalReport:
     loss: float  # data loss plus regularization, as in training
     data_loss: float  # mean of the samples' losses
     metrics: dict[str, float]
-    left_out: tuple[BadSample, ...] = ()
 
     @property
     def values(self) -> dict[str, float]:
@@ -49,11 +49,9 @@ class EvalReport:
 
 def evaluate(
     eval_step: EvalStep,
-    source: Source,
     batches: Batches,
     collective: Collective,
     *,
-    skips_bad: bool = False,
     is_stop_wanted: Callable[[], bool] = lambda: False,
 ) -> EvalReport | None:
     """Evaluate each sample exactly once. Collective.
@@ -62,7 +60,6 @@ def evaluate(
     """
     eval_step.begin()
     sums = np.zeros(2 + len(eval_step.metric_names))
-    read: list[np.ndarray] = []
     takes_long = not eval_step.was_called
     activity.set_phase(Phase.EVALUATION_DATA, 1, takes_long=takes_long)
     for number, batch in enumerate(batches, start=1):
@@ -71,17 +68,10 @@ def evaluate(
             labels.check(batch.y, batch.indices, of="evaluation")
         stop_votes, *batch_sums = eval_step(batch, is_stop_wanted())
         sums += batch_sums
-        if skips_bad:
-            read.append(batch.indices.numpy())
         if stop_votes:
             return None
         activity.set_phase(Phase.EVALUATION_DATA, number + 1)
     samples, data_loss, *metrics = sums
-    left_out: tuple[BadSample, ...] = ()
-    if samples < source.num_samples:
-        left_out = name_left_out(source, collective, np.concatenate(read))
-    if not samples:
-        raise DataError("no sample to evaluate on can be read. Look at the data.", reach="run")
     mean_values = {name: float(value / samples) for name, value in zip(eval_step.metric_names, metrics, strict=True)}
     stateful_values = eval_step.stateful_metrics.merge_and_reset(collective, name="evaluation/metrics")
     return EvalReport(
@@ -89,29 +79,31 @@ def evaluate(
         loss=float(data_loss / samples + eval_step.regularization()),
         data_loss=float(data_loss / samples),
         metrics=mean_values | stateful_values,
-        left_out=left_out,
     )
 
 
-def name_left_out(source: Source, collective: Collective, read: np.ndarray) -> tuple[BadSample, ...]:
-    """Find the samples that no rank has read. Collective."""
-    all_read = collective.all_gather(tf.constant(read, tf.int64), name="evaluated").numpy()
-    missing = np.setdiff1d(np.arange(source.num_samples), all_read)
-
-    def name_on_rank0() -> list[list[Any]]:
-        return [list(bad) for bad in name_bad(missing, source.find_bad)] if is_fallible(source) else []
-
-    return tuple(BadSample(*bad) for bad in run_on_rank0(collective, name_on_rank0, name="left_out"))
-
-
 def evaluation_batches(
-    source: Source, world: World, *, global_batch_size: int, num_threads: int, skips_bad: bool = False
+    source: Source,
+    world: World,
+    *,
+    global_batch_size: int,
+    num_threads: int,
+    run_directory: Path | None = None,
 ) -> Batches:
+    """Return this rank's batches of an evaluation.
+
+    Args:
+        source: of the samples.
+        world: this process.
+        global_batch_size: samples of a step over all ranks.
+        num_threads: of the input pipeline.
+        run_directory: for a list of unreadable samples.
+    """
     order = SampleOrder(num_samples=source.num_samples, global_batch_size=global_batch_size, shuffle=False)
     steps: dict[str, Any] = {"first_step": 0, "end_step": order.steps_per_epoch}
-    skips_bad = skips_bad and is_fallible(source)
-    dataset = local_batches(source, order, world, **steps, num_threads=num_threads, skips_bad=skips_bad)
-    return PipelineBatches(dataset, order, **steps, explain=functools.partial(explain_bad, source, order, world))
+    dataset = local_batches(source, order, world, **steps, num_threads=num_threads)
+    explain = functools.partial(explain_unreadable, source, order, world, run_directory)
+    return PipelineBatches(dataset, order, **steps, explain=explain)
 
 
 class EvalStep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import keras
@@ -12,11 +13,11 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, Config, flatten_settings
-from ringtrain.data.batches import BAD_REMEDY, Batches
-from ringtrain.data.cache import with_cache
+from ringtrain.data.batches import Batches
 from ringtrain.data.contents import Contents
-from ringtrain.data.sources import ArraySource, Feed, Source, describe_bad
+from ringtrain.data.sources import ArraySource, Feed
 from ringtrain.data.streaming import with_steps_of_its_own
+from ringtrain.data.unreadable import unreadable_error
 from ringtrain.errors import DataError, UsageError
 from ringtrain.guard.contents import require_same_contents
 from ringtrain.guard.labels import Labels, keeps_labels
@@ -69,8 +70,7 @@ class Job:
         """Return None without evaluation data, or if a rank was asked to stop."""
         if self.evaluation is None:
             return None
-        skips_bad = self.config.on_bad_sample == "skip"
-        return evaluate(*self.evaluation, self.collective, skips_bad=skips_bad, is_stop_wanted=is_stop_wanted)
+        return evaluate(self.evaluation.step, self.evaluation.batches, self.collective, is_stop_wanted=is_stop_wanted)
 
     def is_evaluation_due(self, step: int, *, is_last: bool) -> bool:
         if self.evaluation is None:
@@ -109,8 +109,17 @@ def create_job(
     set_phase(Phase.PREPARE, takes_long=True)
     set_up_keras(config)
     sources, plan, contents = open_data(workload, config, collective, num_threads=num_threads, start=start)
-    given = sources.train, plan, workload, config, collective, Progress(**start.progress)
-    batches = create_batches(*given, num_threads=num_threads)
+    run_directory = Path(start.path) if start.path else None
+    batches = create_batches(
+        sources.train,
+        plan,
+        workload,
+        config,
+        collective,
+        Progress(**start.progress),
+        num_threads=num_threads,
+        run_directory=run_directory,
+    )
     set_phase(Phase.COMPILE, takes_long=True)
     model = raise_on_all_ranks(collective, lambda: create_model(workload), name="model")
     for state in states_of_stateful_layers(model):
@@ -123,8 +132,18 @@ def create_job(
         step = create_step(workload, config, collective, model, chosen, spec, plan.order, in_groups=in_groups)
         world = collective.world
         require_full_batches(step.row_state, plan.order, rank=world.rank, size=world.size)
-        size, given = plan.order.global_batch_size, (workload, config, step, sources.evaluation, collective, spec)
-        return step, create_evaluation(*given, global_batch_size=size, num_threads=num_threads)
+        evaluation = create_evaluation(
+            workload,
+            config,
+            step,
+            sources.evaluation,
+            collective,
+            spec,
+            global_batch_size=plan.order.global_batch_size,
+            num_threads=num_threads,
+            run_directory=run_directory,
+        )
+        return step, evaluation
 
     step, evaluation = raise_on_all_ranks(collective, trace, name="step")
     warn_of_settings(workload, config, step, is_parallel=collective.world.size > 1)
@@ -150,7 +169,7 @@ def open_data(
     workload: Workload, config: Config, collective: Collective, *, num_threads: int, start: Start
 ) -> tuple[Sources, Plan, Contents]:
     """Collective."""
-    sources, contents = open_sources(workload, config, collective, num_threads=num_threads, former_size=start.size)
+    sources, contents = open_sources(workload, config, collective, start=start)
     local_batch_size = (config.batch_size or DEFAULT_BATCH_SIZE) * config.accumulate
     # The size of the first start, even with another number of ranks.
     global_batch_size = start.global_batch_size or config.global_batch_size or local_batch_size * collective.world.size
@@ -213,27 +232,28 @@ NO_DIRECTORY = re.compile(r"\bNone/|'NoneType' and 'str'|not '?NoneType'?$")
 
 
 def open_sources(
-    workload: Workload, config: Config, collective: Collective, *, num_threads: int, former_size: int | None
+    workload: Workload, config: Config, collective: Collective, *, start: Start
 ) -> tuple[Sources, Contents]:
     """Collective.
 
     Checks number and kind of samples; ``require_same_contents`` checks contents later.
     """
-    sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config), name="sources")
+    run_directory = Path(start.path) if start.path else None
+    sources = raise_on_all_ranks(collective, lambda: read_sources(workload, config, run_directory), name="sources")
     require_same_sources(collective, sources)
     size = collective.world.size
+    former_size = start.size
     has_order_of_ranks = isinstance(sources.train, Feed) and not sources.train.is_shared
     if has_order_of_ranks and former_size not in (None, size):
         raise UsageError(
             f"the run was begun by {former_size} ranks, each fed its own samples, and now there are {size}; what they "
             f"were fed cannot be divided again. Start {former_size} ranks, or start a new run with --resume never."
         )
-    contents = Contents(sources._asdict())
-    return cache_sources(sources, config, collective, num_threads=num_threads), contents
+    return sources, Contents(sources._asdict())
 
 
-def read_sources(workload: Workload, config: Config) -> Sources:
-    """Raise for samples known to be damaged, unless skipped."""
+def read_sources(workload: Workload, config: Config, run_directory: Path | None) -> Sources:
+    """Raise DataError for samples known to be damaged; their list goes to ``run_directory``."""
     try:
         given = workload.create_sources(config.data_dir, synthetic=config.synthetic)
     except Exception as error:
@@ -244,9 +264,9 @@ def read_sources(workload: Workload, config: Config) -> Sources:
             ) from error
         raise
     sources = require_sources(workload, given)
-    for source in sources if config.on_bad_sample == "stop" else ():
-        if damaged := list(getattr(source, "damaged", ())):
-            raise DataError(f"{describe_bad(damaged)} {BAD_REMEDY}", reach="node")
+    damaged = [sample for source in sources for sample in getattr(source, "damaged", ())]
+    if damaged:
+        raise unreadable_error(damaged, run_directory, reach="node")
     return sources
 
 
@@ -288,15 +308,3 @@ def name_kind(value: Any) -> str:
         return f"a {kind.__name__} of {len(value)}"
     package = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]} "
     return f"a {package}{kind.__name__}"
-
-
-def cache_sources(sources: Sources, config: Config, collective: Collective, *, num_threads: int) -> Sources:
-    cached: dict[str, Source | Feed | None] = {}
-    for name, source in sources._asdict().items():
-        reserved = sum(getattr(other, "num_bytes", 0) for other in cached.values())
-        cached[name] = source
-        if source is not None and not isinstance(source, Feed):
-            cached[name] = with_cache(
-                source, config.cache, collective, name=name, num_threads=num_threads, reserved_bytes=reserved
-            )
-    return Sources(**cached)  # type: ignore[arg-type]

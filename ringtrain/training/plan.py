@@ -6,18 +6,20 @@ import base64
 import functools
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import tensorflow as tf
 
 from ringtrain.collectives import Collective, raise_on_all_ranks
 from ringtrain.config import DEFAULT_BATCH_SIZE, MAX_STEPS, Config
-from ringtrain.data.batches import ArrayBatches, Batches, PipelineBatches, ReadableBatches, StreamBatches, explain_bad
+from ringtrain.data.batches import ArrayBatches, Batches, PipelineBatches, StreamBatches
 from ringtrain.data.order import SampleOrder, StreamingOrder
 from ringtrain.data.pipeline import Augment, local_batches
-from ringtrain.data.sources import ArraySource, FallibleSource, Feed, Source, is_fallible
+from ringtrain.data.sources import ArraySource, Feed, Source
 from ringtrain.data.streaming import streaming_batches
 from ringtrain.data.tf_data import NO_STATE
+from ringtrain.data.unreadable import explain_unreadable
 from ringtrain.errors import UsageError
 from ringtrain.messages.log import LOG
 from ringtrain.run.resume import Progress
@@ -130,8 +132,14 @@ def create_batches(
     progress: Progress,
     *,
     num_threads: int,
+    run_directory: Path | None = None,
 ) -> Batches:
-    """``progress``: before the first step."""
+    """Create this rank's batches. Collective.
+
+    Args:
+        progress: before the first step.
+        run_directory: for a list of unreadable samples.
+    """
     order, world, places = plan.order, collective.world, progress.places
     steps: dict[str, Any] = {"first_step": plan.first_step, "end_step": plan.total_steps}
     read: dict[str, Any] = {"num_threads": num_threads, "augment": own_augment(workload)}
@@ -140,26 +148,26 @@ def create_batches(
         step, state, where = places[world.rank if len(places) == world.size else 0] if is_known else (0, "", "")
         # States may name files, which are gone or different in another directory.
         place = (step, base64.b64decode(state)) if state and where == place_of_data(config) else NO_STATE
-        dataset, explain, found = streaming_batches(
-            train, cast(StreamingOrder, order), collective, **steps, **read, place=place
+        streaming_order = cast(StreamingOrder, order)
+        dataset, explain, states = streaming_batches(train, streaming_order, collective, **steps, **read, place=place)
+        return StreamBatches(
+            dataset,
+            streaming_order,
+            collective,
+            **steps,
+            explain=explain,
+            samples_seen=progress.samples_seen,
+            state_before=states.before if states.are_kept else None,
         )
-        state_before = found.before if found.are_kept else None
-        more: dict[str, Any] = {"explain": explain, "samples_seen": progress.samples_seen}
-        return StreamBatches(dataset, order, collective, **steps, **more, state_before=state_before)
 
     if type(train) is ArraySource and read["augment"] is None and not tf.config.get_visible_devices("GPU"):
         # To read ahead would take the cores that compute.
         of_arrays = functools.partial(ArrayBatches, train, order, world, **steps)
         return raise_on_all_ranks(collective, of_arrays, name="batches")
-    explain = functools.partial(explain_bad, train, order, world)
-    skips = config.on_bad_sample == "skip" and is_fallible(train)
-    trace = functools.partial(local_batches, train, order, world, **steps, **read, skips_bad=skips)
+    trace = functools.partial(local_batches, train, order, world, **steps, **read)
     dataset = raise_on_all_ranks(collective, trace, name="batches")
-    if not skips:
-        return PipelineBatches(dataset, order, **steps, explain=explain)
-    find_bad = cast(FallibleSource, train).find_bad
-    more = {"explain": explain, "samples_seen": progress.samples_seen}
-    return ReadableBatches(dataset, order, collective, **steps, **more, find_bad=find_bad)
+    explain = functools.partial(explain_unreadable, train, order, world, run_directory)
+    return PipelineBatches(dataset, order, **steps, explain=explain)
 
 
 def own_augment(workload: Workload) -> Augment | None:

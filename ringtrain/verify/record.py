@@ -260,6 +260,9 @@ def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial)
     recorder = Recorder(job, session, trial.max_steps)
     run_steps(job, session, [recorder])
     evaluation = None if trial.max_steps else job.evaluate()
+    num_evaluated = -1
+    if job.evaluation is not None and evaluation is not None:
+        num_evaluated = job.evaluation.source.num_samples
     replicas = all_gather_object(job.collective, [digest(variable) for variable in job.step.variables], name="replicas")
     trained = gather_values(job.step)
     nonfinite = try_nonfinite(job, recorder.last_batch) if trial.is_plain else None
@@ -274,9 +277,7 @@ def train_recorded(job: Job, facts: Mapping[str, Any], path: Path, trial: Trial)
         "samples": np.concatenate(recorder.samples),
         "samples_per_step": np.array([len(samples) for samples in recorder.samples]),
         "steps_per_epoch": job.plan.order.steps_per_epoch,
-        "num_evaluated": -1
-        if job.evaluation is None or not evaluation
-        else job.evaluation.source.num_samples - len(evaluation.left_out),
+        "num_evaluated": num_evaluated,
         "global_batch_size": job.plan.order.global_batch_size,
         "num_samples": job.plan.order.known_samples or 0,
         "variables": np.array([variable.path for variable in job.step.variables], str),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import tensorflow as tf
 from ringtrain.run.checkpoint import read_checkpoint
 from ringtrain.run.store import list_steps, step_name
 from tests.faults.images import CLASSES, make_images
-from tests.world.running import events, last_step, running
+from tests.world.running import events, running
 
 WORKLOAD = "tests.faults.images:Folder"
 ANSWER_SECONDS = 30
@@ -91,29 +91,26 @@ def test_data_damaged_during_a_run_stop_it_and_are_named(
     record_property("resumed", False)
 
 
-@pytest.mark.parametrize(
-    "injure", [pytest.param(injure, id=injure.__name__, marks=pytest.mark.slow) for injure in INJURIES[:5]]
-)
-def test_on_bad_sample_skip_names_the_sample_and_continues(
-    injure: Callable[[Path], None], tmp_path: Path, record_property: Record
-) -> None:
-    data, out = tmp_path / "data", tmp_path / "run"
+@pytest.mark.slow
+def test_all_damaged_files_are_listed_for_xargs(tmp_path: Path, record_property: Record) -> None:
+    data, out = tmp_path / "data of mine", tmp_path / "run"
     make_images(data)
-    with running(out, "--data_dir", str(data), "--on_bad_sample", "skip", workload=WORKLOAD) as run:
+    damaged = all_files(data)[::3]
+    with running(out, "--data_dir", str(data), workload=WORKLOAD) as run:
         run.wait_for_step(7)
-        injure(data)
+        for path in damaged:
+            path.write_bytes(b"<html>404 Not Found</html>")
         began = time.monotonic()
-        run.wait_for("the warning", lambda: str(all_files_name(data)) in run.text())
+        assert run.wait(ANSWER_SECONDS) == 3, run.text()
         record_property("answer_seconds", round(time.monotonic() - began, 1))
-        run.wait_for_step(last_step(out) + 10)
-        run.signal_rank(0, signal.SIGUSR1)
-        assert run.wait() == 75, run.text()
-    record_property("resumed", True)
-
-
-def all_files_name(data: Path) -> Path:
-    """Of the file that the injuries are to, whether or not it is still there."""
-    return data / "train" / CLASSES[0] / sorted(f"{number}.png" for number in range(20))[7]
+    listed = out / "unreadable.txt"
+    assert set(listed.read_text().splitlines()) == set(map(str, damaged))
+    assert re.search(rf"{len(damaged)} samples cannot be read: .*; and {len(damaged) - 5} more\.", run.text())
+    [command] = set(re.findall(r"xargs -d '\\n' rm -- < \S+", run.text()))
+    subprocess.run(["bash", "-c", command], check=True, timeout=10)
+    assert set(all_files(data)).isdisjoint(damaged)
+    assert len(all_files(data)) == 40 - len(damaged)
+    record_property("resumed", False)
 
 
 @pytest.mark.slow

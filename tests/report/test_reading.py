@@ -297,10 +297,10 @@ def test_a_fit_shows_only_the_settings_of_its_callback() -> None:
         "options": {"optimizer": "Adam"},
         "epochs": 3,
         "optimizer": {},
-        "cache": "none",
+        "backend": "auto",
     }
     assert list(choose_settings(config)) == ["workload", "options", "epochs"]
-    assert choose_settings(config | {"workload": "digits"})["cache"] == "none"
+    assert choose_settings(config | {"workload": "digits"})["backend"] == "auto"
 
 
 def summarize(run: RunRecord) -> dict[str, str]:

@@ -39,7 +39,6 @@ from ringtrain.training.creation import create_optimizer
         ({"backend": "nccl"}, "backend is 'nccl'; it must be one of auto, native, horovod, solo"),
         ({"compression": "int8"}, "compression is 'int8'; it must be one of none, fp16, bf16"),
         ({"precision": "float16"}, "precision is 'float16'; it must be one of float32, mixed_float16, mixed_bfloat16"),
-        ({"cache": "disk"}, "cache is 'disk'; it must be one of none, memory, node"),
         ({"hang_timeout": 0.5}, "hang_timeout is 0.5; it must be at least 1 second, or 0 for no watch"),
         ({"hang_timeout": -1}, "hang_timeout is -1; it must be at least 1 second"),
         ({"hang_timeout": math.inf}, "hang_timeout is inf; it must be at least 1 second"),

@@ -63,10 +63,6 @@ def test_the_files_that_are_named_are_there(document: Path) -> None:
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
-def test_the_front_page_is_short() -> None:
-    assert len(README.encode()) <= 6144
-
-
 def test_each_listing_is_an_example_and_each_example_is_listed_or_linked() -> None:
     examples = {path.name: path.read_text() for path in (ROOT / "examples").iterdir() if path.is_file()}
     listed = dict(LISTINGS)

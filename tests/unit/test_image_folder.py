@@ -17,6 +17,7 @@ import tensorflow as tf
 from ringtrain.data.formats import image_folder
 from ringtrain.data.formats.image_folder import ImageFolderSource, load_image_folder, resize_middle
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
+from ringtrain.data.unreadable import find_unreadable
 from ringtrain.errors import DataError
 from tests.unit.images import in_pipeline
 
@@ -55,8 +56,8 @@ def load(folder: Path, image_size: int | None = None) -> tuple[ImageFolderSource
     return load_image_folder(folder, image_size=image_size, channels=3)
 
 
-def gather_in_pipeline(source: ImageFolderSource, indices: list[int], method: str = "gather") -> tuple[Any, ...]:
-    return tuple(in_pipeline(getattr(source, method), indices))
+def gather_in_pipeline(source: ImageFolderSource, indices: list[int]) -> tuple[Any, ...]:
+    return tuple(in_pipeline(source.gather, indices))
 
 
 # --- What is read ---
@@ -78,36 +79,31 @@ def test_classes_and_images_come_in_the_order_of_their_names(folder: Path) -> No
     assert evaluation.class_names == train.class_names
 
 
-@pytest.mark.parametrize("method", ["gather", "gather_good"])
-def test_samples_come_in_the_order_that_was_asked_for(folder: Path, method: str) -> None:
+def test_samples_come_in_the_order_that_was_asked_for(folder: Path) -> None:
     train, _ = load(folder)
-    *_, images, labels = gather_in_pipeline(train, [2, 0, 2], method)
+    images, labels = gather_in_pipeline(train, [2, 0, 2])
     np.testing.assert_array_equal(images, [IMAGES[f"train/{n}"] for n in ("cat/b.PNG", "ant/c.png", "cat/b.PNG")])
     assert labels.tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize("method", ["gather", "gather_good"])
-def test_an_eager_gather_equals_a_pipeline_s_without_a_warning(
-    folder: Path, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_eager_gather_equals_a_pipeline_s_without_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     train, _ = load(folder)
     tf.get_logger().addHandler(caplog.handler)
     try:
-        eager = getattr(train, method)(tf.constant([2, 0], tf.int64))
+        eager = train.gather(tf.constant([2, 0], tf.int64))
     finally:
         tf.get_logger().removeHandler(caplog.handler)
     assert caplog.messages == []
-    for ours, pipelines in zip(eager, gather_in_pipeline(train, [2, 0], method), strict=True):
+    for ours, pipelines in zip(eager, gather_in_pipeline(train, [2, 0]), strict=True):
         np.testing.assert_array_equal(ours, pipelines)
 
 
-@pytest.mark.parametrize("method", ["gather", "gather_good"])
-def test_no_sample_is_an_empty_batch(folder: Path, method: str) -> None:
+def test_no_sample_is_an_empty_batch(folder: Path) -> None:
     train, _ = load(folder)
-    *_, images, labels = gather_in_pipeline(train, [], method)
+    images, labels = gather_in_pipeline(train, [])
     assert images.shape == (0, 6, 6, 3)
     assert labels.shape == (0,)
-    assert getattr(train, method)(tf.zeros([0], tf.int64))[-2].shape[1:] == (6, 6, 3)
+    assert train.gather(tf.zeros([0], tf.int64))[0].shape[1:] == (6, 6, 3)
 
 
 def test_the_first_evaluation_folder_is_used_and_is_optional(tmp_path: Path) -> None:
@@ -275,20 +271,19 @@ def test_bad_images_are_found_and_named(folder: Path, image_size: int | None) ->
     train, _ = load(folder, image_size)
     with pytest.raises(tf.errors.InvalidArgumentError):
         gather_in_pipeline(train, [1, 0])
-    found = train.find_bad(np.array([4, 1, 0, 2, 3]))
-    assert [(bad.number, bad.description) for bad in found] == [
-        (4, str(folder / "train/cat/y.jpg")),
-        (0, str(folder / "train/ant/c.png")),
-        (3, str(folder / "train/cat/x.jpg")),
+    found = find_unreadable(train, [4, 1, 0, 2, 3])
+    assert [(sample.number, sample.location, sample.path) for sample in found] == [
+        (number, str(folder / name), str(folder / name))
+        for number, name in ((4, "train/cat/y.jpg"), (0, "train/ant/c.png"), (3, "train/cat/x.jpg"))
     ]
-    assert all(re.fullmatch(r"[A-Z][^{}\[\]]+", bad.reason) for bad in found), found
-    assert train.find_bad([1, 2]) == []
+    assert all(re.fullmatch(r"[A-Z][^{}\[\]]+", sample.reason) for sample in found), found
+    assert find_unreadable(train, [1, 2]) == []
 
 
 def test_damage_visible_in_headers_is_found_before_training(folder: Path) -> None:
     damage_images(folder)
     train, evaluation = load(folder)
-    assert [(bad.number, bad.description, bad.reason) for bad in train.damaged] == [
+    assert [(sample.number, sample.path, sample.reason) for sample in train.damaged] == [
         (3, str(folder / "train/cat/x.jpg"), "an empty file"),
         (4, str(folder / "train/cat/y.jpg"), "neither a JPEG nor a PNG image: it begins with b'<html>'"),
     ]
@@ -302,19 +297,6 @@ def test_no_image_among_the_files_is_an_error(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("image_size", [None, 8])
-def test_bad_images_are_left_out(folder: Path, image_size: int | None) -> None:
-    damage_images(folder)
-    train, _ = load(folder, image_size)
-    indices, images, labels = gather_in_pipeline(train, [0, 2, 3, 4, 1, 2], "gather_good")
-    assert indices.tolist() == [2, 1, 2]
-    assert labels.tolist() == [1, 1, 1]
-    expected, _ = train.gather(tf.constant([2, 1, 2], tf.int64))
-    np.testing.assert_array_equal(images, expected)
-    indices, images, labels = gather_in_pipeline(train, [0, 3], "gather_good")
-    assert (indices.shape, labels.shape, images.shape) == ((0,), (0,), (0, *train.image_shape))
-
-
 @pytest.mark.parametrize("change", ["removed", "of another size"])
 def test_a_file_that_changed_since_is_a_bad_sample(folder: Path, change: str) -> None:
     train, _ = load(folder)
@@ -322,8 +304,7 @@ def test_a_file_that_changed_since_is_a_bad_sample(folder: Path, change: str) ->
     path.unlink() if change == "removed" else write(path, make_image(9, 9))
     with pytest.raises(tf.errors.OpError):
         gather_in_pipeline(train, [0, 1])
-    assert [bad.number for bad in train.find_bad([0, 1, 2])] == [1]
-    assert gather_in_pipeline(train, [0, 1, 2], "gather_good")[0].tolist() == [0, 2]
+    assert [sample.number for sample in find_unreadable(train, [0, 1, 2])] == [1]
 
 
 # --- Headers ---
@@ -429,4 +410,4 @@ def test_more_images_than_one_task_reads_keep_their_order(tmp_path: Path, monkey
     for number in range(5):
         write(tmp_path / f"train/a/{number}.png", make_image() if number != 3 else b"")
     train, _ = load(tmp_path)
-    assert [(bad.number, bad.description) for bad in train.damaged] == [(3, str(tmp_path / "train/a/3.png"))]
+    assert [(sample.number, sample.path) for sample in train.damaged] == [(3, str(tmp_path / "train/a/3.png"))]

@@ -349,7 +349,7 @@ def test_evaluation_labels_are_checked_in_each_batch() -> None:
     wrong = from_arrays(X, np.arange(NUM_SAMPLES) // 5)
     batches = evaluation_batches(wrong, ALONE, global_batch_size=4, num_threads=1)
     with pytest.raises(DataError, match="sample 15 of the evaluation data has the label 3"):
-        evaluate(job.evaluation.step, wrong, batches, Solo(ALONE))
+        evaluate(job.evaluation.step, batches, Solo(ALONE))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from ringtrain.data.formats import tfrecord_index
 from ringtrain.data.formats.conversion import make_example
 from ringtrain.data.formats.tfrecord import TFRecordSource, load_tfrecords
+from ringtrain.data.unreadable import find_unreadable
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
 from tests.unit.images import in_pipeline
@@ -70,9 +71,8 @@ def gather(source: TFRecordSource, indices: np.ndarray) -> tuple[np.ndarray, np.
     return x, y
 
 
-def gather_good(source: TFRecordSource, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    good, x, y = in_pipeline(source.gather_good, indices)
-    return good, x, y
+def unreadable_numbers(source: TFRecordSource) -> list[int]:
+    return [sample.number for sample in find_unreadable(source, range(source.num_samples))]
 
 
 def damage(path: Path, place: int, *, record: int = 0) -> None:
@@ -103,8 +103,6 @@ def test_any_order_reads_the_records_of_sequential_reading(folder: Path) -> None
         x, y = gather(source, order)
         np.testing.assert_array_equal(x, IMAGES[order])
         np.testing.assert_array_equal(y, np.array(labels)[order])
-        for name, part in zip(("indices", "x", "y"), gather_good(source, order), strict=True):
-            np.testing.assert_array_equal(part, {"indices": order, "x": x, "y": y}[name])
 
 
 def test_an_empty_batch_is_one_of_the_shape_that_the_graph_knows(folder: Path) -> None:
@@ -113,7 +111,6 @@ def test_an_empty_batch_is_one_of_the_shape_that_the_graph_knows(folder: Path) -
     assert (x.shape.as_list(), y.shape.as_list()) == ([1, 5, 7, 3], [1])
     x, y = gather(source, np.array([], np.int64))
     assert (x.shape, x.dtype.name, y.shape, y.dtype.name) == ((0, 5, 7, 3), "uint8", (0,), "int64")
-    assert [len(part) for part in gather_good(source, np.array([], np.int64))] == [0, 0, 0]
 
 
 def test_images_of_different_sizes_are_resized_to_a_given_size(tmp_path: Path) -> None:
@@ -292,40 +289,38 @@ def test_a_damaged_record_is_named_and_the_others_are_read(folder: Path, place: 
     damage(path, place if place > 0 else end - offset + place, record=2)
     source = open_tfrecords(folder)
     assert source.num_samples == 12
-    good, x, y = gather_good(source, ALL)
-    np.testing.assert_array_equal(good, np.delete(ALL, 2))
-    np.testing.assert_array_equal(x, np.delete(IMAGES, 2, axis=0))
-    np.testing.assert_array_equal(y, np.delete(LABELS, 2))
-    with pytest.raises(tf.errors.OpError, match="record 2"):
+    others = np.delete(ALL, 2)
+    x, y = gather(source, others)
+    np.testing.assert_array_equal(x, IMAGES[others])
+    np.testing.assert_array_equal(y, LABELS[others])
+    with pytest.raises(tf.errors.OpError, match="checksum"):
         gather(source, ALL)
-    [bad] = source.find_bad(ALL)
-    assert (bad.number, bad.description) == (2, f"record 2 (at byte {offset:,}) of {path}")
-    assert "checksum (CRC32C) of its data is wrong" in bad.reason
+    [sample] = find_unreadable(source, ALL)
+    assert (sample.number, sample.location) == (2, f"record 2 (at byte {offset:,}) of {path}")
+    assert sample.path == str(path)
+    assert "checksum (CRC32C) of its data is wrong" in sample.reason
+    assert source.damaged == (sample,)
 
 
 def test_data_that_change_after_the_index_are_found(folder: Path) -> None:
     source = open_tfrecords(folder)
     damage(folder / "train-2.tfrecord", 40, record=1)  # sample 6
-    np.testing.assert_array_equal(gather_good(source, ALL)[0], np.delete(ALL, 6))
-    assert [bad.number for bad in source.find_bad(ALL)] == [6]
+    assert unreadable_numbers(source) == [6]
     (folder / "train-0.tfrecord").write_bytes(b"")
-    assert [bad.number for bad in source.find_bad(ALL)] == [0, 1, 2, 3, 6]
+    assert unreadable_numbers(source) == [0, 1, 2, 3, 6]
 
 
 def test_an_undecodable_image_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     image = tf.io.encode_png(IMAGES[1]).numpy()
     write(tmp_path / "train.tfrecord", [encoded(0), encoded(1, image[:60]), encoded(2, b"no image"), encoded(3)])
     source = open_tfrecords(tmp_path)
-    good, x, _ = gather_good(source, np.array([3, 2, 1, 0]))
-    assert good.tolist() == [3, 0]
+    x, _ = gather(source, np.array([3, 0]))
     np.testing.assert_array_equal(x, IMAGES[[3, 0]])
-    assert [part.shape for part in gather_good(source, np.array([1, 2]))] == [(0,), (0, 5, 7, 3), (0,)]
     with pytest.raises(tf.errors.OpError):
         gather(source, np.arange(4))
-    assert [(bad.number, "cannot be decoded" in bad.reason) for bad in source.find_bad(np.arange(4))] == [
-        (1, True),
-        (2, True),
-    ]
+    unreadable = find_unreadable(source, range(4))
+    assert [sample.number for sample in unreadable] == [1, 2]
+    assert all("cannot be decoded" in sample.reason for sample in unreadable)
 
 
 # --- What does not fit ---

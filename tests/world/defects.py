@@ -141,10 +141,10 @@ def planted(defect: str | None, rank: int) -> Iterator[None]:
     def as_in_first_epoch(positions: Any, domain_size: int, key: Any) -> Any:
         return right_permute(positions, domain_size, (key[0], 0))
 
-    def with_last_twice(eval_step: Any, source: Any, batches: Any, *others: Any, **options: Any) -> Any:
+    def with_last_twice(eval_step: Any, batches: Any, *others: Any, **options: Any) -> Any:
         *rest, last = batches
         repeated: Any = [*rest, last, last]
-        return right_evaluate(eval_step, source, repeated, *others, **options)
+        return right_evaluate(eval_step, repeated, *others, **options)
 
     def mean_of_micro_batches(data_loss_sum: Any, regularization: Any, *, count: Any, global_count: Any) -> Any:
         return (data_loss_sum / count + regularization) / 3

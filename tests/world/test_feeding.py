@@ -1,4 +1,4 @@
-"""Ranks that are fed their own samples, and samples that cannot be read: exact means, and no rank waits."""
+"""Ranks that are fed their own samples: exact means, and no rank waits."""
 
 import itertools
 import re
@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringtrain.data.order import SampleOrder
 from ringtrain.run.checkpoint import read_checkpoint
 from tests.world.conftest import RunRingtrain
 from tests.world.processes import REPOSITORY
 from tests.world.running import events
-from tests.world.workloads.fed import BAD, Sample, samples, streaming_batches
+from tests.world.workloads.fed import Sample, streaming_batches
 from tests.world.workloads.sequences import COUNT, Sentences, sentences
 
 WORKLOADS = REPOSITORY / "tests/world/workloads/fed.py"
@@ -252,39 +251,8 @@ def test_a_stream_cannot_be_verified_and_the_error_says_why(run_ringtrain: RunRi
     assert "other world sizes train other batches" in finished.stderr
 
 
-def readable_steps() -> Iterator[Sample]:
-    order = SampleOrder(num_samples=12, global_batch_size=4)
-    for step in range(6):
-        numbers = [number for number in order.local_batch(step, rank=0, size=1).indices if number not in BAD]
-        x, y = samples(0, 12)
-        yield x[numbers], y[numbers]
-
-
-@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2))])
-def test_corrupt_samples_are_skipped_and_named_on_all_ranks(
-    run_ringtrain: RunRingtrain, tmp_path: Path, size: int
-) -> None:
-    out = tmp_path / "run"
-    arguments = ["--workload", f"{WORKLOADS}:Damaged", "--precision", "float64", "--log_every", "1", "--out", out]
-    arguments += ["--epochs", "2", "--global_batch_size", "4", "--on_bad_sample", "skip"]
-    env = {"RINGTRAIN_TEST_EVALUATE": "1"}
-    finished = run_ringtrain(arguments, launcher="mpirun" if size > 1 else None, np=size, env=env)
-    assert finished.rc == 0, finished.stdout + finished.stderr
-    check(out, train_plainly(readable_steps()), step=6)
-    evaluated = run_ringtrain(["eval", out, *arguments[:2]], env=env)
-    for number in BAD:
-        assert evaluated.stdout.count(f"sample {number}, file {number}: it ends too early") == 1, evaluated.stderr
-        # Once an epoch where its step is trained, and once with each evaluation.
-        assert finished.stdout.count(f"sample {number}, file {number}: it ends too early") == 4
-    assert [event["samples"] for event in events(out, "eval")] == [9, 9]
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_corrupt_sample_stops_the_run_and_is_named(run_ringtrain: RunRingtrain, tmp_path: Path, size: int) -> None:
+def test_a_source_of_one_s_own_ends_the_run_with_its_error(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     arguments = ["--workload", f"{WORKLOADS}:Damaged", "--global_batch_size", "4", "--out", tmp_path / "run"]
-    finished = run_ringtrain(arguments, launcher="mpirun" if size > 1 else None, np=size)
-    assert finished.rc == 3, finished.stdout + finished.stderr
-    assert "it ends too early). Mend or remove what is damaged, or leave it out with --on_bad_sample skip." in (
-        finished.stderr
-    )
-    assert "Traceback" not in finished.stderr
+    finished = run_ringtrain(arguments, launcher="mpirun")
+    assert finished.rc == 1, finished.stdout + finished.stderr
+    assert "file 3 ends too early" in finished.stderr

@@ -1,7 +1,9 @@
 """``--jit_compile``: XLA compiles a rank's forward and backward pass, and all ranks train what one process trains."""
 
 import contextlib
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,12 +18,11 @@ from ringtrain import Sources
 from ringtrain.collectives import Collective
 from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
-from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
 from ringtrain.guard.labels import Labels
 from ringtrain.messages.log import show_log
 from ringtrain.runtime.world import World
-from ringtrain.step.compiled import CompiledFunction
+from ringtrain.step.compiled import CompiledFunction, StepFacts, decide_on_xla, describe_unsupported
 from ringtrain.training import creation
 from ringtrain.training.job import create_job
 from tests.world.conftest import RunRingtrain
@@ -131,23 +132,58 @@ def test_compiled_steps_equal_uncompiled_ones(collective: Collective, model: str
 
 
 class CallsPython(keras.layers.Layer):
-    """What XLA cannot compile."""
+    """XLA lacks this operation on all devices."""
 
     def call(self, inputs: Any) -> Any:
         return tf.ensure_shape(tf.py_function(lambda values: 2 * values, [inputs], inputs.dtype), inputs.shape)
 
 
-def python_model() -> keras.Model:
+class SumsSegments(keras.layers.Layer):
+    """XLA lacks this operation too; it is in the body of a loop, which is another function of the graph."""
+
+    def call(self, inputs: Any) -> Any:
+        sums = tf.map_fn(lambda row: tf.math.segment_sum(row, tf.range(4)), inputs)
+        return tf.ensure_shape(sums, inputs.shape)
+
+
+class NeedsConstants(keras.layers.Layer):
+    """XLA has this operation, for lengths that are known when it compiles."""
+
+    def call(self, inputs: Any) -> Any:
+        length = tf.cast(tf.abs(inputs[0, 0]), tf.int32)
+        return inputs + tf.cast(tf.reduce_sum(tf.range(length)), inputs.dtype)
+
+
+def model_with(layer: type[keras.layers.Layer]) -> keras.Model:
     return keras.Sequential(
-        [keras.Input((NUM_FEATURES,)), keras.layers.Dense(4), CallsPython(name="mine"), keras.layers.Dense(NUM_CLASSES)]
+        [keras.Input((NUM_FEATURES,)), keras.layers.Dense(4), layer(name="mine"), keras.layers.Dense(NUM_CLASSES)]
     )
 
 
+UNCOMPILABLE = {"EagerPyFunc": CallsPython, "SegmentSum": SumsSegments, "Range": NeedsConstants}
+
+
+@pytest.mark.parametrize("operation", UNCOMPILABLE)
 @on_ranks(2)
-def test_uncompilable_operations_are_named_before_the_first_step(collective: Collective) -> None:
+def test_uncompilable_operations_are_named_before_the_first_step(collective: Collective, operation: str) -> None:
     config = Config(steps=1, batch_size=4, precision="float64", jit_compile="true")
-    with pytest.raises(UsageError, match=r"jit_compile is true, but XLA has no .* EagerPyFunc \(.*mine.*\)\. Leave"):
-        create_job(Classification(python_model), config, collective, num_threads=1)
+    message = rf"--jit_compile true: XLA cannot compile {operation} \(node \S*mine\S*\)\. .* --jit_compile false\."
+    with pytest.raises(UsageError, match=message):
+        create_job(Classification(lambda: model_with(UNCOMPILABLE[operation])), config, collective, num_threads=1)
+
+
+def test_an_error_without_a_known_operation_is_quoted() -> None:
+    graph = tf.Graph()
+    assert describe_unsupported("It failed.\nMore.", graph) == "the step (It failed)"
+    assert describe_unsupported("It failed [[{{node a/b}}]]", graph) == "the operation (node a/b)"
+
+
+def test_an_operation_without_a_deterministic_version_is_named(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
+    flags = ["--jit_compile", "true", "--deterministic", "true", "--out", str(tmp_path / "run")]
+    finished = run_ringtrain(["--workload", "digits", "--steps", "3", *flags])
+    assert finished.rc == 2, finished.stdout + finished.stderr
+    message = r"XLA cannot compile MaxPoolGrad \(node \S*max_pooling\S*\) with --deterministic true\. "
+    assert re.search(message + ".*--jit_compile false", finished.stderr)
 
 
 class OfAnyLength(Classification):
@@ -171,7 +207,7 @@ def test_python_code_is_named_with_unknown_lengths_too(collective: Collective, c
 
     config = Config(steps=2, batch_size=2, precision="float64", jit_compile="true")
     refused = pytest.raises(
-        UsageError, match=r"jit_compile is true, but XLA has no way to compile \S*mine\S*, .*\. Leave"
+        UsageError, match=r"--jit_compile true: XLA cannot compile \S*mine\S*, .* --jit_compile false\."
     )
     with refused if calls_python else contextlib.nullcontext():
         job = create_job(OfAnyLength(create), config, collective, num_threads=1)
@@ -179,31 +215,47 @@ def test_python_code_is_named_with_unknown_lengths_too(collective: Collective, c
         assert job.step.compiled.function.has_unknown_lengths
 
 
-def test_a_trial_within_a_function_keeps_keras_dtype_policy() -> None:
-    """As a ``fit`` tries it."""
-    seen = []
+def test_a_check_within_a_function_keeps_keras_dtype_policy() -> None:
+    """As in a ``fit``, where the number of samples is unknown, and the check traces again."""
+    policies = []
 
     def compute(values: tf.Tensor) -> tf.Tensor:
-        seen.append(keras.config.dtype_policy().name)
+        policies.append(keras.config.dtype_policy().name)
         return values
 
-    function, before = CompiledFunction(compute), keras.config.dtype_policy()
+    function = CompiledFunction(compute)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
+    def step(values: tf.Tensor) -> tf.Tensor:
+        result = function(values)
+        assert function.find_unsupported() == ""
+        return result
+
+    before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        tf.function(function.why_not).get_concrete_function(tf.zeros([2]))
+        step.get_concrete_function()
     finally:
         keras.config.set_dtype_policy(before)
-    assert set(seen) == {"mixed_float16"}
+    assert policies == 2 * ["mixed_float16"]
 
 
-@on_ranks(2)
-def test_auto_continues_uncompiled(collective: Collective) -> None:
-    """As on GPUs, where it is on."""
-    batches = batches_of(dense_samples(46), collective, global_batch_size=GLOBAL_BATCH_SIZE, steps=2)
-    step = create_step(collective, python_model, OPTIMIZERS["momentum"], batches.element_spec, jit_compile=True)
-    assert step.compiled is None
-    assert "EagerPyFunc" in step.not_compiled
-    train(step, batches)
+def test_sparse_tensors_are_arguments_too() -> None:
+    function = CompiledFunction(lambda matrix, nothing, vector: tf.sparse.to_dense(matrix) @ vector)
+    matrix = tf.sparse.from_dense([[0.0, 2.0], [3.0, 0.0]])
+    np.testing.assert_array_equal(function(matrix, None, tf.constant([[1.0], [5.0]])), [[10.0], [3.0]])
+    assert function.has_unknown_lengths
+
+
+def test_auto_refuses_what_xla_lacks() -> None:
+    """As on a GPU, where it compiles."""
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node="", launcher="none")
+    spec = spec_of(make_batch(np.ones((4, NUM_FEATURES)), np.zeros(4, np.int64), step=0, global_count=4))
+    with pytest.raises(UsageError, match="--jit_compile auto: XLA cannot compile EagerPyFunc "):
+        create_step(
+            Solo(world), lambda: model_with(CallsPython), OPTIMIZERS["momentum"], spec, local_batch_size=4,
+            jit_compile=True,
+        )  # fmt: skip
 
 
 @on_ranks(2)
@@ -237,21 +289,69 @@ def test_in_single_precision_a_step_differs_by_rounding_alone(collective: Collec
         assert_close(compiled, plain, "with XLA", 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("asked", "num_gpus", "compiles"), [("auto", 1, True), ("auto", 0, False), ("true", 0, True), ("false", 1, False)]
+PLAIN = StepFacts(
+    has_gpu=True, is_deterministic=False, asks_other_ranks=False, has_unknown_lengths=False, unsupported_layers=[]
 )
-def test_by_default_it_compiles_on_gpus(asked: Any, num_gpus: int, compiles: bool) -> None:
-    world = World(rank=0, size=1, local_rank=0, local_size=1, node="", launcher="none")
-    model, order = regularised_model(), SampleOrder(num_samples=4, global_batch_size=2, seed=0)
-    with (
-        mock.patch.object(tf.config, "get_visible_devices", return_value=num_gpus * ["GPU"]),
-        mock.patch.object(creation, "TrainStep") as step,
-    ):
-        creation.create_step(
-            Classification(regularised_model), Config(jit_compile=asked), Solo(world), model, keras.optimizers.SGD(),
-            mock.Mock(), order,
-        )  # fmt: skip
-    assert step.call_args.kwargs["jit_compile"] is compiles
+WITHOUT_GPU = dataclasses.replace(PLAIN, has_gpu=False)
+NOT_BY_ITSELF = {
+    "Keras does not compile the layer lookup": dataclasses.replace(PLAIN, unsupported_layers=["lookup"]),
+    "the samples vary in length": dataclasses.replace(PLAIN, has_unknown_lengths=True),
+    "with --deterministic true": dataclasses.replace(PLAIN, is_deterministic=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("jit_compile", "facts", "compiles"),
+    [
+        ("auto", PLAIN, True),
+        ("auto", WITHOUT_GPU, False),
+        ("true", PLAIN, True),
+        ("true", WITHOUT_GPU, True),
+        ("false", PLAIN, False),
+        ("false", WITHOUT_GPU, False),
+    ],
+)
+def test_by_default_it_compiles_on_gpus(jit_compile: str, facts: StepFacts, compiles: bool) -> None:
+    assert decide_on_xla(jit_compile, facts) == (compiles, "")
+
+
+@pytest.mark.parametrize("why_not", NOT_BY_ITSELF)
+def test_auto_avoids_what_xla_is_known_to_lack(why_not: str) -> None:
+    facts = NOT_BY_ITSELF[why_not]
+    decision = decide_on_xla("auto", facts)
+    assert not decision.compiles
+    assert decision.why_not.startswith(why_not)
+    assert decide_on_xla("true", facts) == (True, "")
+
+
+@pytest.mark.parametrize("jit_compile", ["auto", "true"])
+def test_a_layer_that_asks_other_ranks_is_never_compiled(jit_compile: str) -> None:
+    decision = decide_on_xla(jit_compile, dataclasses.replace(PLAIN, asks_other_ranks=True))
+    assert not decision.compiles
+    assert decision.why_not.startswith("a layer asks the other ranks")
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_facts_are_known_before_the_trace(num_gpus: int) -> None:
+    layers = keras.layers
+    lookup = keras.Sequential([layers.StringLookup(vocabulary=["a", "b"], name="lookup")])
+    norm = ringtrain.SyncBatchNormalization()
+    plain = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    special = keras.Sequential([keras.Input((3,), dtype="string"), lookup, layers.Embedding(3, 2), norm])
+    batch = spec_of(make_batch(np.ones((4, 3)), np.zeros(4, np.int64), step=0, global_count=4))
+    of_any_length = batch._replace(x=tf.TensorSpec([None, None]))
+    workload = Classification(regularised_model)
+    with mock.patch.object(tf.config, "get_visible_devices", return_value=num_gpus * ["GPU"]):
+        facts = creation.find_facts(workload, Config(), plain, batch)
+        others = creation.find_facts(workload, Config(deterministic=True), special, of_any_length)
+    assert facts == dataclasses.replace(PLAIN, has_gpu=bool(num_gpus))
+    assert others == StepFacts(
+        has_gpu=bool(num_gpus),
+        is_deterministic=True,
+        asks_other_ranks=True,
+        has_unknown_lengths=True,
+        unsupported_layers=["lookup"],
+    )
 
 
 @on_ranks(1)

@@ -255,7 +255,7 @@ def evaluate_on(
     eval_step: EvalStep, source: Source, collective: Collective, *, global_batch_size: int, **options: Any
 ) -> EvalReport | None:
     batches = evaluation_batches(source, collective.world, global_batch_size=global_batch_size, num_threads=1)
-    return evaluate(eval_step, source, batches, collective, **options)
+    return evaluate(eval_step, batches, collective, **options)
 
 
 @on_ranks(2, slow=[1, 3])

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ringtrain.data.augment import graph_code
 from ringtrain.data.formats import file_error, reading
 from ringtrain.data.formats.image_header import HeaderError, ImageHeader, read_header
-from ringtrain.data.sources import BadSample, CollectingSource
+from ringtrain.data.sources import UnreadableSample
 from ringtrain.runtime import activity
 
 TRAIN_FOLDER = "train"
@@ -32,7 +32,7 @@ Channels = Literal[1, 3]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ImageFolderSource(CollectingSource):
+class ImageFolderSource:
     """Images uint8 [n, h, w, c] and classes int64 [n], from ``load_image_folder``."""
 
     paths: tf.Tensor  # string [num_samples]
@@ -42,28 +42,29 @@ class ImageFolderSource(CollectingSource):
     image_shape: tuple[int, int, int]  # (h, w, c)
     is_resized: bool  # other images are resized and converted, else refused
     fingerprint: str  # SHA-256 of classes, relative paths and sizes
-    changed: str  # SHA-256 of mtimes, which differ between copies
-    damaged: tuple[BadSample, ...]  # corrupt headers; empty if is_resized
+    damaged: tuple[UnreadableSample, ...]  # corrupt headers; empty if is_resized
 
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
 
-    def collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Read images uint8 [n, h, w, c] and classes int64 [n]; runs in a graph."""
         with tf.device("CPU"):
             paths = tf.gather(self.paths, indices)
-            found, images = decode_batch(
-                self._decode, paths, indices, image_shape=self.image_shape, skips_bad=skips_bad
-            )
-            return found, images, tf.gather(self.labels, found)
+            images = decode_batch(self._decode, paths, image_shape=self.image_shape)
+            images.set_shape([*indices.shape[:1], *self.image_shape])
+            return images, tf.gather(self.labels, indices)
 
-    def why_bad(self, index: int) -> tuple[str, str] | None:
+    def why_unreadable(self, number: int) -> UnreadableSample | None:
+        """Decode one image; return None if that succeeds."""
         with tf.device("CPU"):
-            path = self.paths[index]
+            path = self.paths[number]
             try:
                 self._decode(path)
             except (tf.errors.OpError, ValueError) as error:  # ValueError: another shape
-                return path.numpy().decode(errors="replace"), reason_of(error)
+                name = os.fsdecode(path.numpy())
+                return UnreadableSample(number, name, reason_of(error), name)
         return None
 
     def _decode(self, path: tf.Tensor) -> tf.Tensor:
@@ -128,8 +129,10 @@ def _create_source(
             num_samples=len(files),
             class_names=class_names,
             fingerprint=fingerprint.hexdigest(),
-            changed=hashlib.sha256(repr([file.changed_ns for file in files]).encode()).hexdigest(),
-            damaged=tuple(BadSample(number, files[number].path, reason) for number, reason in reasons.items()),
+            damaged=tuple(
+                UnreadableSample(number, files[number].path, reason, files[number].path)
+                for number, reason in reasons.items()
+            ),
             **shape,
         )
 
@@ -141,7 +144,6 @@ class _File(NamedTuple):
     path: str
     class_name: str
     num_bytes: int
-    changed_ns: int
 
 
 def _list_part(folder: Path) -> list[_File]:
@@ -179,8 +181,7 @@ def _list_class(folder: Path) -> list[_File]:
     for entry in entries:
         if not os.access(entry.path, os.R_OK):
             raise file_error(f"{entry.path} cannot be read. Check the file and its permissions.")
-    stats = [(entry.path, entry.stat()) for entry in entries]
-    return [_File(path, folder.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    return [_File(entry.path, folder.name, entry.stat().st_size) for entry in entries]
 
 
 _REMEDY = "Move what does not belong there to another place; names that begin with a dot are ignored."
@@ -240,27 +241,19 @@ PARALLEL_DECODES = 16  # at most; limited by the input pipeline's threads
 
 
 def decode_batch(
-    decode: Callable[[tf.Tensor], tf.Tensor],
-    encoded: tf.Tensor,
-    indices: tf.Tensor,
-    *,
-    image_shape: tuple[int, int, int],
-    skips_bad: bool,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decode images [n]; return their numbers [m] and uint8 [m, h, w, c], in order.
+    decode: Callable[[tf.Tensor], tf.Tensor], encoded: tf.Tensor, *, image_shape: tuple[int, int, int]
+) -> tf.Tensor:
+    """Decode images [n] in parallel; return uint8 [n, h, w, c].
 
-    Unlike tf.map_fn, a dataset can skip corrupt images, and is faster for small ones.
+    A dataset is faster than tf.map_fn for small images.
     """
-    decoded = tf.data.Dataset.from_tensor_slices((indices, encoded)).map(
-        graph_code(lambda index, image: (index, decode(image))), num_parallel_calls=PARALLEL_DECODES, deterministic=True
+    decoded = tf.data.Dataset.from_tensor_slices(encoded).map(
+        graph_code(decode), num_parallel_calls=PARALLEL_DECODES, deterministic=True
     )
-    if skips_bad:
-        decoded = decoded.ignore_errors()
     # An extra element, removed again: an empty batch has no shape.
-    last = tf.data.Dataset.from_tensors((tf.constant(-1, tf.int64), tf.zeros(image_shape, tf.uint8)))
-    batch = decoded.concatenate(last).batch(tf.size(indices, tf.int64) + 1)
-    found, images = (tensor[:-1] for tensor in batch.get_single_element())
-    return found, images
+    last = tf.data.Dataset.from_tensors(tf.zeros(image_shape, tf.uint8))
+    batch = decoded.concatenate(last).batch(tf.size(encoded, tf.int64) + 1)
+    return batch.get_single_element()[:-1]
 
 
 def decode_image(content: tf.Tensor, image_shape: tuple[int, int, int], *, is_resized: bool) -> tf.Tensor:

@@ -6,7 +6,6 @@ A record is a ``tf.train.Example`` with ``image/encoded`` (JPEG or PNG), or ``im
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -28,8 +27,7 @@ from ringtrain.data.formats.image_folder import (
     resize_middle,
 )
 from ringtrain.data.formats.tfrecord_index import DAMAGED, HEADER_BYTES, RAW, Index, load_index
-from ringtrain.data.sources import CollectingSource
-from ringtrain.errors import DataError
+from ringtrain.data.sources import UnreadableSample
 from ringtrain.files import cache_directory
 from ringtrain.files.bounded import read_bounded
 
@@ -37,7 +35,12 @@ CLASSES_FILE = "classes.txt"
 MAX_CLASSES_BYTES = 64 * 2**20
 _PATTERNS = ("{}.tfrecord", "{}-*.tfrecord", "{}-*-of-*")
 _MAX_OPEN_FILES = 64
+DAMAGED_REASON = "the checksum (CRC32C) of its data is wrong"
 Shape = tuple[int, int, int]
+
+
+class _RecordError(Exception):
+    """Why a record is unreadable."""
 
 
 def load_tfrecords(
@@ -160,7 +163,7 @@ def _shape_text(entry: np.void) -> str:
     return f"{entry['height']}x{entry['width']} with {entry['channels']} channels ({kind})"
 
 
-class TFRecordSource(CollectingSource):
+class TFRecordSource:
     """Images uint8 [n, h, w, c] and labels int64 [n], from ``load_tfrecords``."""
 
     def __init__(
@@ -176,59 +179,57 @@ class TFRecordSource(CollectingSource):
         with tf.device("CPU"):
             self.paths = tf.constant([os.fsencode(path) for path in index.paths])  # [files]
         self._labels = np.asarray(index.entries["label"], np.int64)
-        self.damaged = tuple(self.find_bad(np.flatnonzero(index.entries["kind"] == DAMAGED)))
+        self.damaged = tuple(
+            UnreadableSample(number, index.describe(number), DAMAGED_REASON, self._path_of(number))
+            for number in np.flatnonzero(index.entries["kind"] == DAMAGED).tolist()
+        )
 
-    def collect(self, indices: tf.Tensor, *, skips_bad: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        read = functools.partial(self._read, skips_bad=skips_bad)  # AutoGraph would convert a nested function
+    def gather(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Read images uint8 [n, h, w, c] and labels int64 [n]; runs in a graph."""
         with tf.device("CPU"):
-            records, indices = tf.numpy_function(read, [indices], (tf.string, tf.int64))
-            records.set_shape([None])
-            indices.set_shape([None])
+            records = tf.numpy_function(self._read, [indices], tf.string)
+            records.set_shape(indices.shape[:1])
             stored = self._stored_in(records)
             if self._is_raw and self._stored_shape == self.image_shape:
                 images = tf.reshape(tf.io.decode_raw(stored, tf.uint8), [-1, *self.image_shape])
             else:
-                indices, images = decode_batch(
-                    self._decode_one, stored, indices, image_shape=self.image_shape, skips_bad=skips_bad
-                )
-            return indices, images, tf.gather(self._labels, indices)
+                images = decode_batch(self._decode_one, stored, image_shape=self.image_shape)
+            images.set_shape([*indices.shape[:1], *self.image_shape])
+            return images, tf.gather(self._labels, indices)
 
-    def why_bad(self, index: int) -> tuple[str, str] | None:
+    def why_unreadable(self, number: int) -> UnreadableSample | None:
+        """Read and decode one record; return None if that succeeds."""
         try:
             with tf.device("CPU"):
-                self._decode_one(self._stored_in(tf.constant([self._read_record(index)]))[0])
-        except (DataError, ValueError, tf.errors.OpError) as error:  # ValueError: another shape
-            reason = str(error) if isinstance(error, DataError) else f"cannot be decoded: {reason_of(error)}"
-            return self._index.describe(index), reason
-        return None
+                self._decode_one(self._stored_in(tf.constant([self._read_record(number)]))[0])
+            return None
+        except _RecordError as error:
+            reason = str(error)
+        except (ValueError, tf.errors.OpError) as error:  # ValueError: another shape
+            reason = f"cannot be decoded: {reason_of(error)}"
+        return UnreadableSample(number, self._index.describe(number), reason, self._path_of(number))
+
+    def _path_of(self, number: int) -> str:
+        return os.fspath(self._index.paths[self._index.entries[number]["file"]])
 
     # --- Reading, on the host ---
 
-    def _read(self, indices: np.ndarray, *, skips_bad: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return records and their indices, [m] each."""
-        records: dict[int, bytes] = {}
-        for place, index in enumerate(indices):
-            with contextlib.suppress(*[DataError] * skips_bad):
-                records[place] = self._read_record(int(index))
-        return np.array([*records.values()], object), indices[[*records]]
+    def _read(self, indices: np.ndarray) -> np.ndarray:
+        """Return records, bytes [n]."""
+        return np.array([self._read_record(int(index)) for index in indices], object)
 
     def _read_record(self, index: int) -> bytes:
-        entry, where = self._index.entries[index], self._index.describe
+        """Raise ``_RecordError`` with the reason."""
+        entry = self._index.entries[index]
         if entry["kind"] == DAMAGED:
-            raise DataError(
-                f"{where(index)} is damaged: the checksum (CRC32C) of its data is wrong. Copy the file again, or make "
-                "it again with ringtrain convert."
-            )
+            raise _RecordError(DAMAGED_REASON)
         try:
             file = self._open(self._index.paths[entry["file"]])  # a reference, so that no other thread closes it
             record = os.pread(file.descriptor, int(entry["length"]), int(entry["offset"]) + HEADER_BYTES)
         except OSError as error:
-            raise DataError(f"{where(index)} cannot be read: {error.strerror}. Check the file.") from error
+            raise _RecordError(f"{error.strerror}") from error
         if zlib.crc32(record) != entry["crc32"]:
-            raise DataError(
-                f"{where(index)} is not what it was when its file was indexed: the file is damaged. Copy the file "
-                "again, or make it again with ringtrain convert."
-            )
+            raise _RecordError("it is not what it was when its file was indexed: the file is damaged")
         return record
 
     # --- Decoding, in the graph ---

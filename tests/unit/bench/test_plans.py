@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import benchmarks
-from benchmarks.__main__ import MODES, bench, find_obstacle, run
+from benchmarks.__main__ import MODES, bench, find_obstacle, main
 from benchmarks.children import clean_environment, fill_in
+from benchmarks.command import run_command
 from benchmarks.contenders import DIRECTORY, Command, Experiment
 from benchmarks.origin import shorten
 from benchmarks.peers.peer_models import MODELS
@@ -204,7 +205,7 @@ def test_contenders_that_a_mode_has_not_are_refused(mode: str, contenders: str, 
 def test_wrong_input_gives_a_one_line_error(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(arguments) == 2
+    assert run_command(main, arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert words in line
 

@@ -97,11 +97,10 @@ if not TYPE_CHECKING:  # mypy would accept any name
                 return getattr(module, name)
             if home == f"data.{name}":
                 return module
-        from ringtrain.messages.removed import NAMES
-
+        removed_names = importlib.import_module("ringtrain.messages.removed").NAMES
         message = f"module {__name__!r} has no attribute {name!r}"
-        if name in NAMES:
-            message = f"ringtrain.{name} was removed. {NAMES[name]}"
+        if name in removed_names:
+            message = f"ringtrain.{name} was removed. {removed_names[name]}"
         raise AttributeError(message)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from _pytest.assertion import rewrite
 
+from ringtrain.runtime.machine import CLAIMS_VARIABLE
 from ringtrain.terminal.startup import skipping_garbage_collection
 from tests.world.fork_server import SERVERS, SWITCH, hand_on_no_ignored_signals
 from tests.world.group import Group, close_group, launch_of
@@ -21,6 +22,10 @@ from tests.world.processes import BACKEND
 QUICKER = {"TF_ENABLE_ONEDNN_OPTS": "0", "OPENBLAS_NUM_THREADS": "1"}
 if os.environ.get(SWITCH) != "1":
     os.environ.update(QUICKER | os.environ)
+
+
+# No other run on this machine, and no other run of the tests, holds the cores of the tests' ranks.
+os.environ.setdefault(CLAIMS_VARIABLE, f"ringtrain-tests-{os.getpid()}")
 
 
 def pytest_configure() -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -125,10 +125,17 @@ class OpenedRun:
     identity: Mapping[str, Any]
 
 
-def open_run(config: Config) -> OpenedRun:
+def open_run(config: Config, *, check_path: Callable[[Path], None] = lambda path: None) -> OpenedRun:
+    """Open the run directory as its only writer. Only on rank 0.
+
+    Args:
+        config: of the run.
+        check_path: raises if this directory cannot be the run's, before anything is written to it.
+    """
     named = choose_directory(config)
     path = named.absolute()  # the workload may change the working directory
     refuse_other_kinds(path)
+    check_path(path)
     lease = acquire_lease(path, environ=os.environ)
     directory = RunDirectory(path, may_write=lease.check, on_close=lease.close)
     try:

@@ -17,6 +17,8 @@ SHARED_MEMORY = Path("/dev/shm")
 # For each cgroup version: limit in bytes, and file that counts OOM kills.
 MEMORY_FILES = (("", "memory.max", "memory.events"), ("memory", "memory.limit_in_bytes", "memory.oom_control"))
 NO_MEMORY_LIMIT = 2**62  # version 1's value for no limit
+# A name for the claims of cores, so that tests do not depend on other runs of the machine.
+CLAIMS_VARIABLE = "RINGTRAIN_CORE_CLAIMS"
 _claims: list[socket.socket] = []  # of cores; open until exit
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # NVIDIA's driver on Linux and on WSL
 
@@ -101,13 +103,14 @@ def claim_cores(cores: tuple[int, ...]) -> bool:
     """Reserve all cores until exit, or none if another run on this machine holds one.
 
     A claim is an address in Linux's abstract socket namespace (unix(7)): exclusive, freed by the system. Any user can
-    bind it: see ``is_run_on_core``.
+    bind it: see ``is_run_on_core``. Runs with different values of ``CLAIMS_VARIABLE`` do not see each other's claims.
     """
+    namespace = os.environ.get(CLAIMS_VARIABLE, "ringtrain")
     claims: list[socket.socket] = []
     for core in cores:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         claims.append(claim)
-        address = f"\0ringtrain/core/{core}"
+        address = f"\0{namespace}/core/{core}"
         try:
             claim.bind(address)
             claim.listen(socket.SOMAXCONN)  # for SO_PEERCRED

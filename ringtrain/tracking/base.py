@@ -64,9 +64,17 @@ def require_installed(names: Sequence[str]) -> None:
 
 
 def require_store(address: str | None) -> None:
-    """Raise UsageError if the packages for an address are not installed."""
+    """Raise UsageError if an address cannot hold a copy, or its package is not installed."""
     if address is None:
         return
+    protocol, _, location = address.partition("://")
+    if protocol == "memory":
+        raise UsageError(f"{address!r} is the memory of a process, and lost with it. Give another address.")
+    if protocol in ("file", "local") and not location.startswith("/"):
+        raise UsageError(
+            f"{address!r} is relative to the working directory; it must be absolute, such as "
+            f"{protocol}://{Path(location).absolute()}."
+        )
     try:
         import fsspec
 

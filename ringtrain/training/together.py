@@ -85,7 +85,7 @@ def opened_together(
     def open_on_rank0() -> dict[str, Any]:
         require_installed(trackers)
         require_store(config.copy_to)
-        opened.append(open_run(config))
+        opened.append(open_run(config, check_path=functools.partial(check_copy, config)))
         start = opened[0].start
         record_start(Path(start.path), step=start.step, is_complete=start.is_complete)
         requests.watch_time(find_limits(config.max_hours, os.environ))
@@ -111,6 +111,14 @@ def opened_together(
             explaining_lost_ranks(),
         ):
             yield session
+
+
+def check_copy(config: Config, path: Path) -> None:
+    """Raise UsageError if ``--copy_to`` cannot hold a copy of the run in this directory."""
+    if config.copy_to is not None:
+        from ringtrain.tracking.copying import refuse_copy  # needs fsspec
+
+        refuse_copy(path, config.copy_to)
 
 
 def describe_result(result: Result, start: Start, config: Config) -> list[str]:

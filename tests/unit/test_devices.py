@@ -25,7 +25,14 @@ from ringtrain.runtime.devices import (
     plan_settings,
     set_environment,
 )
-from ringtrain.runtime.machine import Machine, claim_cores, format_cores, read_cgroup_quota, read_machine
+from ringtrain.runtime.machine import (
+    CLAIMS_VARIABLE,
+    Machine,
+    claim_cores,
+    format_cores,
+    read_cgroup_quota,
+    read_machine,
+)
 from ringtrain.runtime.world import World
 from tests.world.processes import REPOSITORY, clean_environment, run_command
 
@@ -198,6 +205,13 @@ def test_a_core_is_held_until_its_process_ends() -> None:
     assert claim_cores((100001, 100002))
 
 
+def test_claims_of_another_name_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert claim_cores((100005,))
+    assert not claim_cores((100005,))
+    monkeypatch.setenv(CLAIMS_VARIABLE, f"{os.environ[CLAIMS_VARIABLE]}-other")
+    assert claim_cores((100005,))
+
+
 HOLD_AS_STRANGER = """
 import os, socket, sys
 os.sched_setaffinity(0, eval(sys.argv[2]))
@@ -226,7 +240,7 @@ def held_by_stranger(name: str, cores: set[int]) -> Iterator[None]:
 
 def test_another_user_s_claim_counts_if_it_is_bound_to_the_core() -> None:
     everywhere = os.sched_getaffinity(0)
-    with held_by_stranger("ringtrain/core/100003", everywhere):
+    with held_by_stranger(f"{os.environ[CLAIMS_VARIABLE]}/core/100003", everywhere):
         assert claim_cores((100003, 100004))
     name, core, other = f"ringtrain/test/{os.getpid()}", max(everywhere), min(everywhere)
     assert core != other

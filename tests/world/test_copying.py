@@ -110,8 +110,9 @@ def test_a_store_that_refuses_is_a_warning_and_can_have_the_rest_later(
 ) -> None:
     wrong = store | {"AWS_SECRET_ACCESS_KEY": "a-wrong-secret"}
     trained = train(python, tmp_path / "digits", "--copy_to", "s3://bucket/runs", "--epochs", "1", **wrong)
-    refused = "ringtrain: warning: s3://bucket/runs takes nothing: PermissionError: Forbidden. Training goes on.\n"
-    assert trained.stderr == refused
+    [line] = trained.stderr.splitlines()
+    assert line.startswith("ringtrain: warning: s3://bucket/runs takes nothing: PermissionError: The request")
+    assert line.endswith("Training goes on.")
     assert f"python -m ringtrain track {tmp_path / 'digits'} --to s3://bucket/runs" in trained.stdout
     assert run(python, ["-c", LIST], **store).stdout.split() == []
     track: list[str | Path] = ["-m", "ringtrain", "track", tmp_path / "digits", "--to", "s3://bucket/runs"]
@@ -137,7 +138,7 @@ def test_a_bucket_that_is_not_there_is_no_success(python: Path, tmp_path: Path) 
     send = (
         f"from pathlib import Path; from ringtrain.tracking.copying import Copy; copy = Copy(Path({str(tmp_path)!r}),"
     )
-    refuse = "def refuse(*words): raise FileNotFoundError('The specified bucket does not exist')"
+    refuse = "def refuse(*words, **options): raise FileNotFoundError('The specified bucket does not exist')"
     whole = f"{send} 'memory://runs')\n{{}}\ncopy.send()\nprint(copy._store.find('/'))"
     assert "/config.yaml" in run(python, ["-c", whole.format("")]).stdout
     refused = run(python, ["-c", whole.format(f"{refuse}\ncopy._store.open = refuse")])

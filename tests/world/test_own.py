@@ -8,6 +8,7 @@ import pytest
 
 from ringtrain.collectives import Collective
 from ringtrain.run.checkpoint import read_checkpoint
+from ringtrain.runtime.machine import CLAIMS_VARIABLE
 from tests.world.conftest import RunRingtrain
 from tests.world.group import on_ranks
 from tests.world.processes import REPOSITORY
@@ -66,8 +67,9 @@ def test_losses_and_metrics_are_logged_and_frozen_weights_kept(
 
 
 @pytest.fixture
-def _two_cores() -> Iterator[None]:
-    """One for each of two ranks."""
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One for each of two ranks, whatever other ranks run on them."""
+    monkeypatch.setenv(CLAIMS_VARIABLE, f"{os.environ[CLAIMS_VARIABLE]}-{os.getpid()}")
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:2])
     yield
@@ -75,7 +77,6 @@ def _two_cores() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.usefixtures("_two_cores")
 def test_python_in_a_step_may_call_tensorflow_on_one_core(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     """It needs a second inter-op thread; and the workload's defaults count before TensorFlow and Horovod start."""
@@ -86,7 +87,6 @@ def test_python_in_a_step_may_call_tensorflow_on_one_core(run_ringtrain: RunRing
 
 
 @pytest.mark.native
-@pytest.mark.alone
 @pytest.mark.usefixtures("_two_cores")
 def test_python_in_a_step_that_could_deadlock_gives_a_warning(run_ringtrain: RunRingtrain, tmp_path: Path) -> None:
     path = tmp_path / "hidden.py"

@@ -67,16 +67,21 @@ def set_own(model: keras.Model, values: Arrays) -> None:
             variable.assign(values[name])
 
 
-def set_metrics(model: keras.Model, values: Arrays) -> bool:
-    """Set the metrics' local states; return False, without a change, if not all variables exist yet."""
+def has_all_metrics(model: keras.Model, values: Arrays) -> bool:
+    """Return True if all metrics' variables that ``own_of`` has saved exist."""
     variables = model.metrics_variables
     for number, variable in enumerate(variables):
         saved = values.get(f"{METRICS}{number}")
         if saved is None or saved.shape != tuple(variable.shape):
             return False
-    if f"{METRICS}{len(variables)}" in values:
+    return f"{METRICS}{len(variables)}" not in values
+
+
+def set_metrics(model: keras.Model, values: Arrays) -> bool:
+    """Set the metrics' local states; return False, without a change, if not all variables exist yet."""
+    if not has_all_metrics(model, values):
         return False
-    for number, variable in enumerate(variables):
+    for number, variable in enumerate(model.metrics_variables):
         variable.assign(values[f"{METRICS}{number}"])
     return True
 

@@ -68,7 +68,7 @@ def render(arguments: Sequence[str]) -> int:
     if options.to is None:
         sys.stdout.write(text)
         return RingtrainError.exit_code if has_lost_stdout() else 0
-    require_same_kind(options.to, b"#SBATCH", kind="a batch script", option="to")
+    require_same_kind(options.to, b"\n# ringtrain: ", kind="a batch script of ringtrain", option="to")
     try:
         with replacing(options.to) as file:
             if request.env:

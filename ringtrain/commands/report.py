@@ -15,7 +15,6 @@ from pathlib import Path
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
-from ringtrain.files.outputs import require_same_kind
 from ringtrain.messages.escaping import escape
 from ringtrain.run.directory import REPORT_FILE
 from ringtrain.runtime.world import World
@@ -39,7 +38,6 @@ def main(arguments: Sequence[str], world: World) -> int:
 
     runs = options.runs
     target = options.output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
-    require_same_kind(target, b"<!doctype html>", kind="a report")
     try:
         write_report(runs, target)
     except OSError as error:

@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 PLAIN = (str, int, float, type(None))  # including bool
 MAX_DEPTH = 32
@@ -78,6 +78,26 @@ def require_at_most(file: io.BufferedReader, max_bytes: int, path: Path) -> None
     """Raise OSError if larger, for example a sparse file."""
     if os.fstat(file.fileno()).st_size > max_bytes:
         raise OSError(errno.EFBIG, f"{path.name!r} has more than {max_bytes:,} bytes", str(path))
+
+
+class Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+class LimitedReader:
+    """A stream, such as an unpacked archive, that raises OSError after ``max_bytes``."""
+
+    def __init__(self, stream: Readable, max_bytes: int) -> None:
+        self._stream = stream
+        self._max_bytes = max_bytes
+        self._remaining_bytes = max_bytes
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._remaining_bytes -= len(data)
+        if self._remaining_bytes < 0:
+            raise OSError(errno.EFBIG, f"it unpacks to more than {self._max_bytes:,} bytes")
+        return data
 
 
 def parse_json(data: bytes) -> Any:

@@ -28,16 +28,55 @@ class Labels:
 
     def check(self, y: Any, indices: Any, *, of: str) -> None:
         """Raise DataError for invalid labels; ``indices`` [n] are of the samples in ``y``."""
-        labels = np.asarray(tf.nest.flatten(y)[self.place])
-        if not labels.size or (labels.min() >= 0 and labels.max() < self.num_classes):
+        tensor = tf.nest.flatten(y)[self.place]
+        labels = np.asarray(tensor)
+        if not labels.size:
             return
-        first = tuple(np.argwhere(~((labels >= 0) & (labels < self.num_classes)))[0])
-        raise DataError(
-            f"sample {int(indices[first[0]])} of the {of} data has the label {labels[first]}, but the model gives "
+        self._require_numbers(labels, tf.as_dtype(tensor.dtype), indices, of=of)
+        is_whole = labels.dtype.kind in "biu"
+        is_in_range = labels.min() >= 0 and labels.max() < self.num_classes
+        if is_whole and is_in_range:
+            return
+        first = _first_of(~((labels >= 0) & (labels < self.num_classes)))  # NaN too
+        if first is not None:
+            raise DataError(
+                f"sample {int(indices[first[0]])} of the {of} data has the label {labels[first]}, but the model gives "
+                f"{self._rule}. Look at the labels, give the model's last layer more units, or name one to be "
+                "ignored as the loss's ignore_class."
+            )
+        first = _first_of(labels != np.floor(labels))
+        if first is not None:
+            raise DataError(
+                f"sample {int(indices[first[0]])} of the {of} data has the label {labels[first]}, which is no whole "
+                f"number and would be cut off, but the model gives {self._rule}. Give whole numbers, or use the "
+                "loss of a regression."
+            )
+
+    @property
+    def _rule(self) -> str:
+        return (
             f"{self.num_classes} classes: the loss, a sparse cross-entropy, takes labels from 0 to "
-            f"{self.num_classes - 1}. Look at the labels, give the model's last layer more units, or name one to be "
-            "ignored as the loss's ignore_class."
+            f"{self.num_classes - 1}"
         )
+
+    def _require_numbers(self, labels: np.ndarray, dtype: tf.DType, indices: Any, *, of: str) -> None:
+        """Raise DataError for texts and complex numbers; truth values are 0 and 1."""
+        if not (dtype == tf.string or dtype.is_complex):
+            return
+        kind = "texts" if dtype == tf.string else "complex numbers"
+        example = labels.reshape(-1)[0]
+        shown = example.decode(errors="replace") if isinstance(example, bytes) else example
+        raise DataError(
+            f"the labels of the {of} data are {kind} (type {dtype.name}), such as {str(shown)[:40]!r} of sample "
+            f"{int(indices[0])}, but the model gives {self._rule}. Number the classes: "
+            "names, labels = np.unique(labels, return_inverse=True)."
+        )
+
+
+def _first_of(are_wrong: np.ndarray) -> tuple[int, ...] | None:
+    """Return the first place that is true."""
+    places = np.argwhere(are_wrong)
+    return tuple(places[0]) if len(places) else None
 
 
 def find_labels(function: Any, batch_spec: Batch) -> Sequence[Labels]:

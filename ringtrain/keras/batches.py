@@ -33,6 +33,16 @@ class Position(NamedTuple):
     all_batches: int = 0
 
 
+def count_past_ends(start: Position, data: Any) -> int:
+    """Return how many batches the training function has read past the ends of epochs of ``steps_per_epoch``.
+
+    With ``steps_per_execution``, its last call of an epoch trains as many batches as the others. An iterator without
+    an end has them.
+    """
+    epochs = (start.all_batches - start.batches) // data.steps_per_epoch
+    return epochs * (-data.steps_per_epoch % data.steps_per_execution)
+
+
 class Batches:
     def __init__(self) -> None:
         self._start, self._state = Position(), b""
@@ -96,7 +106,8 @@ class Batches:
         began = time.perf_counter()
         before, num = 0, data._num_batches
         if self._is_one_for_all:
-            before = max(0, (start.all_batches % num if num else start.all_batches) - start.batches)
+            all_batches = start.all_batches % num if num else start.all_batches + count_past_ends(start, data)
+            before = max(0, all_batches - start.batches)
         self._epoch += 1 + start.epochs
         if state:
             self._draw_earlier_seeds(start, data)

@@ -19,7 +19,13 @@ from ringtrain.keras.batches import GENERATORS, Batches, Position
 from ringtrain.keras.distributed import find_distributed
 from ringtrain.keras.exchange import Exchange
 from ringtrain.keras.fit_log import FitLog
-from ringtrain.keras.fit_state import build_other_optimizers, built_optimizers, name_state
+from ringtrain.keras.fit_state import (
+    build_other_optimizers,
+    built_optimizers,
+    call_after_eager_step,
+    create_metrics,
+    name_state,
+)
 from ringtrain.keras.guards import BATCHES_REMEDY, STOP_REMEDY, TrainingGuard
 from ringtrain.keras.merged_metrics import watch_metrics
 from ringtrain.keras.rank_state import (
@@ -30,6 +36,7 @@ from ringtrain.keras.rank_state import (
     best_weights_of,
     counts_of,
     gather_arrays,
+    has_all_metrics,
     is_extra,
     own_of,
     scatter_arrays,
@@ -127,6 +134,9 @@ class FitSession:
         self._rates = [(v, v.numpy()) for name, v in self._variables.items() if name.endswith("learning_rate")]
         if self.step:
             self._resume(named)
+        # Saved sums must be there before the first step adds to them: another order rounds otherwise.
+        if self._progress.batches_done and not has_all_metrics(model, self._resumed):
+            create_metrics(model, self._batch_spec)
         self._describe(checkpoint)
         self._votes.is_summed = False
         Exchange.votes = self._votes
@@ -182,6 +192,8 @@ class FitSession:
         if self._progress.batches_done:
             if not set_metrics(self.model, resumed):  # Keras creates their variables in the first step
                 self._metrics_so_far = resumed
+                if self.model.run_eagerly:
+                    call_after_eager_step(self.model, self._add_saved_metrics)
             self._saved_logs = read_logs(resumed)
             for rate, value in self._rates:  # a scheduler has multiplied it again when the epoch began
                 rate.assign(value)
@@ -204,9 +216,7 @@ class FitSession:
         self.step = self._epoch_began_at + batch + 1
         self._progress.batches_done = batch + 1
         self._log.count_time()
-        if self._metrics_so_far:
-            add_metrics(self.model, self._metrics_so_far)
-            self._metrics_so_far = {}
+        self._add_saved_metrics()
         self._saved_logs = {}
         self._last_logs = logs
         if self._session.requests.is_pending:
@@ -228,11 +238,15 @@ class FitSession:
         set_phase(Phase.DATA, self.step + 1)
         self._log.leave_out_time()
 
+    def _add_saved_metrics(self) -> None:
+        """Add the sums of the epoch before the resume, if they are not added yet."""
+        if self._metrics_so_far:
+            add_metrics(self.model, self._metrics_so_far)
+            self._metrics_so_far = {}
+
     def take_logs(self) -> dict[str, Any]:
         """Return the saved logs of an epoch of which a resume finds no batch left, and set its metrics."""
-        if self._metrics_so_far:
-            add_metrics(self.model, self._metrics_so_far)  # MetricAverageCallback reads them
-            self._metrics_so_far = {}
+        self._add_saved_metrics()  # MetricAverageCallback reads them
         saved_logs = self._saved_logs
         self._saved_logs = {}
         return saved_logs

@@ -65,6 +65,51 @@ def build_other_optimizers(model: keras.Model, batch_spec: Any) -> None:
         GradientReduction.calls = reductions_before
 
 
+def create_metrics(model: keras.Model, batch_spec: Any) -> None:
+    """Create the variables of metrics that Keras creates in the first step, by tracing one.
+
+    Nothing is created if the step cannot be traced, such as that of a model that runs eagerly.
+
+    Args:
+        model: built, and all its optimizers too.
+        batch_spec: ``tf.TensorSpec`` of a batch, in the structure that ``train_step`` gets.
+    """
+    if model.run_eagerly or batch_spec is None:
+        return
+    reductions_before = GradientReduction.calls
+    try:
+        trace_train_step(model.train_step, batch_spec)
+    except Exception:  # from user-defined code: the first step reports it
+        return
+    finally:
+        # The guards count the reductions of real steps.
+        GradientReduction.calls = reductions_before
+
+
+def call_after_eager_step(model: keras.Model, action: Callable[[], None]) -> None:
+    """Call ``action`` after the next step of a model that runs eagerly, before others of the same call.
+
+    ``steps_per_execution`` steps are one call.
+    """
+    own = vars(model).get("train_step")
+    plain = model.train_step
+    is_called = False
+
+    def step(data: Any) -> Any:
+        nonlocal is_called
+        logs = plain(data)
+        if not is_called:
+            is_called = True
+            action()
+        return logs
+
+    model.train_step = step
+    model.make_train_function(force=True)  # it holds the step
+    del model.train_step
+    if own is not None:
+        model.train_step = own
+
+
 def trace_train_step(train_step: Callable[[Any], Any], batch_spec: Any) -> Any:
     """Trace one step of a model as a graph, without a computation. Return TensorFlow's concrete function.
 

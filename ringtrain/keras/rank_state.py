@@ -6,6 +6,7 @@ import collections
 import io
 import itertools
 import random
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ import tensorflow as tf
 
 from ringtrain.collectives import Collective, all_gather_object, run_on_rank0
 from ringtrain.collectives.metric_states import COMBINE, leaf_metrics, merging_of
-from ringtrain.errors import UsageError
+from ringtrain.errors import DataError, UsageError
 from ringtrain.guard.replicas import hash_bits
+from ringtrain.messages.defects import describe_defect
 from ringtrain.run.held_variables import find_optimizers, find_variables, variable_id
 from ringtrain.run.variables import is_seed_state
 from ringtrain.runtime.private import all_layers, own_statistics_of
@@ -65,16 +67,21 @@ def set_own(model: keras.Model, values: Arrays) -> None:
             variable.assign(values[name])
 
 
-def set_metrics(model: keras.Model, values: Arrays) -> bool:
-    """Set the metrics' local states; return False, without a change, if not all variables exist yet."""
+def has_all_metrics(model: keras.Model, values: Arrays) -> bool:
+    """Return True if all metrics' variables that ``own_of`` has saved exist."""
     variables = model.metrics_variables
     for number, variable in enumerate(variables):
         saved = values.get(f"{METRICS}{number}")
         if saved is None or saved.shape != tuple(variable.shape):
             return False
-    if f"{METRICS}{len(variables)}" in values:
+    return f"{METRICS}{len(variables)}" not in values
+
+
+def set_metrics(model: keras.Model, values: Arrays) -> bool:
+    """Set the metrics' local states; return False, without a change, if not all variables exist yet."""
+    if not has_all_metrics(model, values):
         return False
-    for number, variable in enumerate(variables):
+    for number, variable in enumerate(model.metrics_variables):
         variable.assign(values[f"{METRICS}{number}"])
     return True
 
@@ -257,8 +264,24 @@ def pack(arrays: Arrays) -> npt.NDArray[np.uint8]:
 
 
 def unpack(data: npt.NDArray[np.uint8]) -> Arrays:
-    with np.load(io.BytesIO(data.tobytes()), allow_pickle=False) as arrays:
-        return {name.replace("|", "/"): arrays[name] for name in arrays.files}
+    """Return the arrays that ``pack`` packed.
+
+    Raises:
+        DataError: it packed others, or the checkpoint was changed.
+    """
+    file = io.BytesIO(data.tobytes())
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise ValueError("it is compressed")
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name.replace("|", "/"): arrays[name] for name in arrays.files}
+    except Exception as error:  # zipfile and NumPy raise many kinds for wrong content
+        raise DataError(
+            f"the checkpoint's state of ranks and callbacks cannot be read: {describe_defect(error).rstrip('. ')}. "
+            "Remove this checkpoint, so that the run resumes from an older one.",
+            reach="run",
+        ) from None
 
 
 def gather_arrays(collective: Collective, arrays: Arrays) -> list[npt.NDArray[np.uint8]]:

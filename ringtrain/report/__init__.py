@@ -10,8 +10,11 @@ from pathlib import Path
 
 from ringtrain.errors import UsageError
 from ringtrain.files.atomic import replace_text
+from ringtrain.files.outputs import require_same_kind
 from ringtrain.report.page import make_page
 from ringtrain.report.reading import read_run
+
+MARK = b'<meta name="generator" content="ringtrain '  # near the begin of each report
 
 
 def write_report(
@@ -20,7 +23,13 @@ def write_report(
     *,
     may_write: Callable[[], None] = lambda: None,
 ) -> None:
-    """Atomic; ``may_write`` precedes the rename. Raises UsageError for reading, OSError for writing."""
+    """Atomic; ``may_write`` precedes the rename.
+
+    Raises:
+        UsageError: a run cannot be read, or the target is a file of another kind.
+        OSError: the target cannot be written.
+    """
+    require_same_kind(target, MARK, kind="a report of ringtrain")
     try:
         page = make_page([read_run(run) for run in runs])
     except OSError as error:

@@ -29,6 +29,7 @@ MANIFEST_FILE = "manifest.json"
 VARIABLES_FILE = "variables.bin"
 HASHED_CHUNK_BYTES = 16 * 2**20
 MAX_MANIFEST_BYTES = 32 * 2**20  # about 100,000 variables
+NUMBERS = "biufcV"  # kinds of types of NumPy; V: float8 of ml_dtypes
 # Not damage: errors of this process or the connection to the disk.
 NO_DAMAGE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
@@ -82,7 +83,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         data = memoryview(_read_verified(path / VARIABLES_FILE, content["files"][VARIABLES_FILE]))
         variables = {
-            item["name"]: np.frombuffer(
+            _text(item["name"]): np.frombuffer(
                 data[item["offset"] : item["offset"] + item["bytes"]], _dtype(item["dtype"])
             ).reshape(item["shape"])
             for item in content["variables"]
@@ -171,4 +172,14 @@ def _dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes  # from TensorFlow; NumPy lacks this type
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name).newbyteorder("<")
+    dtype = np.dtype(name)
+    if dtype.name != name or dtype.kind not in NUMBERS:
+        raise ValueError(f"its type {name!r} is none of numbers")
+    return dtype.newbyteorder("<")
+
+
+def _text(name: Any) -> str:
+    """Raise ValueError unless it is a text."""
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a variable is {name!r}")
+    return name

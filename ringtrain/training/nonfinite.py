@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class RankReport:
     loss: float | str | None  # mean; text if not finite, None without samples
     samples: list[int]
     gradients: list[str]  # weights with a non-finite local gradient, in model order
+    weights: list[str] = field(default_factory=list)  # non-finite before the step, in model order
 
     @property
     def is_culprit(self) -> bool:
@@ -63,7 +64,12 @@ class NonfiniteGuard:
         if self._is_overflow(report):
             return  # normal search of the loss scale, which was halved
         self._session.progress.skipped_in_a_row += 1
-        message = self._explain(step, batch, report)
+        message, has_wrong_weights = self._explain(step, batch, report)
+        if has_wrong_weights and step == 1:
+            raise DivergedError(
+                f"{message} They are those that create_model gives: look at its initializers and at the files that "
+                "it loads. No learning rate mends them."
+            )
         if self._job.config.on_nonfinite == "stop":
             raise DivergedError(
                 f"{message} Nothing was updated by this step. Lower --optimizer.lr, add --optimizer.clip_global_norm "
@@ -78,8 +84,8 @@ class NonfiniteGuard:
         is_scaled = self._job.config.precision == "mixed_float16" and report.loss_scale > MIN_LOSS_SCALE
         return is_scaled and math.isfinite(report.loss)
 
-    def _explain(self, step: int, batch: Batch, report: StepReport) -> str:
-        """Collective."""
+    def _explain(self, step: int, batch: Batch, report: StepReport) -> tuple[str, bool]:
+        """Return the findings, and whether weights were not finite before the step. Collective."""
         collective = self._job.collective
         gpus = tf.config.get_visible_devices("GPU")
         total, count = float(report.local_data_loss), batch.indices.shape[0]
@@ -89,12 +95,13 @@ class NonfiniteGuard:
             loss=None if not count else total / count if math.isfinite(total) else str(total),
             samples=find_nonfinite_samples(self._job, batch),
             gradients=self._job.step.find_nonfinite_gradients(batch),
+            weights=find_nonfinite_weights(self._job),
         )
         ranks = [RankReport(**item) for item in all_gather_object(collective, asdict(mine), name="nonfinite")]
         culprit = next((rank for rank, finding in enumerate(ranks) if finding.is_culprit), None)
         path = self._session.path
         kept = "" if culprit is None or path is None else self._keep_batch(step, batch, culprit, path)
-        return f"{describe_findings(step, ranks)}{kept}"
+        return f"{describe_findings(step, ranks)}{kept}", any(finding.weights for finding in ranks)
 
     def _keep_batch(self, step: int, batch: Batch, culprit: int, path: Path) -> str:
         """Write the culprit's batch; return a sentence with its path. Collective."""
@@ -135,7 +142,22 @@ def describe_findings(step: int, ranks: Sequence[RankReport]) -> str:
         rank, finding = with_gradients[0]
         others = f" and of {len(finding.gradients) - 1} more" if len(finding.gradients) > 1 else ""
         gradient = f"At rank {rank} the gradient of {finding.gradients[0]}{others} was not finite."
-    return f"step {step}: loss or gradient is not finite; {seen}. Mean losses from rank 0 on: {losses}. {gradient}"
+    weights = ""
+    with_weights = [(rank, finding) for rank, finding in enumerate(ranks) if finding.weights]
+    if with_weights:
+        rank, finding = with_weights[0]
+        weights = f" Weights of rank {rank} were not finite before the step: {list_first(finding.weights, MAX_NAMED)}."
+    found = f"step {step}: loss or gradient is not finite; {seen}. Mean losses from rank 0 on: {losses}. {gradient}"
+    return found + weights
+
+
+def find_nonfinite_weights(job: Job) -> list[str]:
+    """Return the paths of trained weights that are NaN or infinite now, which a non-finite step has not changed."""
+    wrong = []
+    for weight in job.step.model.trainable_variables:
+        if not np.isfinite(weight.value.numpy()).all():
+            wrong.append(weight.path)
+    return wrong
 
 
 def find_nonfinite_samples(job: Job, batch: Batch) -> list[int]:

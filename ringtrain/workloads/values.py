@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ringtrain.data.pipeline import describe_structure
-from ringtrain.errors import UsageError
+from ringtrain.errors import DataError, UsageError
 from ringtrain.messages.defects import describe_defect, is_users_own
 from ringtrain.runtime.private import all_layers, inputs_of_functional_model
 from ringtrain.workloads.base import Workload
@@ -21,6 +22,8 @@ RESERVED_NAMES = {
     "input_sec", "loss", "lr", "other_sec", "restart_sec", "samples", "samples_seen", "sec_per_step", "seconds", "step",
     "time",
 }  # fmt: skip
+# Functions of Keras and TensorFlow.
+SPARSE_LOSSES = {"sparse_categorical_crossentropy", "sparse_softmax_cross_entropy_with_logits"}
 FORGOTTEN = "None: is a return missing?"
 
 
@@ -73,7 +76,9 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
     y, outputs = as_computed(y, outputs)
     name = type(workload).__name__
     num_samples = next((leaf.shape[0] for leaf in tf.nest.flatten(y) if leaf.shape.rank), None)
-    losses = _one_for_each(name, "loss", workload.loss(y, outputs), num_samples)
+    with explaining_targets(name, y, outputs):
+        given_losses = workload.loss(y, outputs)
+    losses = _one_for_each(name, "loss", given_losses, num_samples)
     if not losses.dtype.is_floating:
         raise UsageError(
             f"{name}.loss gave {describe_structure(losses)}, which has no gradient; it must be floating-point."
@@ -92,6 +97,57 @@ def per_sample(workload: Workload, y: Any, outputs: Any) -> tuple[tf.Tensor, dic
             f"such as {'my_' + taken[0]!r}; taken are {', '.join(sorted(RESERVED_NAMES))}."
         )
     return losses, {key: _one_for_each(name, key, value, num_samples) for key, value in metrics.items()}
+
+
+@contextlib.contextmanager
+def explaining_targets(workload: str, y: Any, outputs: Any) -> Iterator[None]:
+    """Raise DataError if a loss of Keras or TensorFlow failed because it takes another kind of y.
+
+    Other errors, such as those of the user's code, are raised unchanged.
+    """
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        reason = "" if is_users_own(frames[-1].filename) else _misfit_of({frame.name for frame in frames}, y, outputs)
+        if not reason:
+            raise
+        raise DataError(
+            f"{workload}.loss does not take the y of the samples, {describe_structure(y)}, with the outputs "
+            f"{describe_structure(outputs)}: {reason}"
+        ) from error
+
+
+def _misfit_of(functions: set[str], y: Any, outputs: Any) -> str:
+    """Return why y does not fit a failed loss, and the remedy; empty if another reason is possible.
+
+    ``functions``: names of all that were running.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(y) if tf.is_tensor(leaf)]
+    if any(leaf.dtype == tf.string for leaf in leaves):
+        return (
+            "a loss takes numbers, and these are texts. Number the classes: "
+            "names, labels = np.unique(labels, return_inverse=True)."
+        )
+    if any(leaf.dtype.is_complex for leaf in leaves):
+        return "the loss takes real numbers, and these are complex. Give their real or absolute values."
+    if len(leaves) != 1 or not tf.is_tensor(outputs):
+        return ""
+    [labels] = leaves
+    if labels.shape.rank is None or outputs.shape.rank is None:
+        return ""
+    is_categorical = "categorical_crossentropy" in functions
+    if functions & SPARSE_LOSSES and labels.shape.rank == outputs.shape.rank:
+        return (
+            "a sparse cross-entropy takes the number of a class for each sample, and these are one-hot. Use "
+            "keras.losses.categorical_crossentropy, or give np.argmax(labels, axis=-1)."
+        )
+    if is_categorical and labels.shape.rank == outputs.shape.rank - 1:
+        return (
+            "categorical_crossentropy takes one-hot labels, and these are numbers. Use "
+            "keras.losses.sparse_categorical_crossentropy, or give keras.utils.to_categorical(labels)."
+        )
+    return ""
 
 
 def as_computed(y: Any, outputs: Any) -> tuple[Any, Any]:

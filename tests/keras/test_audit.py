@@ -1,6 +1,7 @@
 """The audit of a script's steps: planted mistakes are named by their cause, and right scripts pass."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,11 +31,13 @@ class Script(NamedTuple):
     samples: Callable[[], int] = lambda: SAMPLES
     seed: Callable[[], int] = lambda: 10 + hvd.rank()
     layers: Callable[[], list[keras.layers.Layer]] = list
+    first_layers: Callable[[], list[keras.layers.Layer]] = list
     loss: Callable[[Any, Any], Any] = CROSS_ENTROPY
     optimizer: Callable[[], Any] = lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
     broadcasts: bool = True
     model: type[keras.Model] = keras.Model
     weights: bool = False  # of samples
+    change: Callable[[Any, Any], None] = lambda x, y: None  # of the samples
 
 
 class Second(keras.Model):
@@ -288,8 +291,10 @@ def fit(script: Script, audit: Auditor | None, *, batches: int = BATCHES) -> ker
     samples = script.samples()
     x = random.normal(size=(samples * batches, FEATURES)).astype(np.float32)
     y = (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int32)
+    script.change(x, y)
     inputs = values = keras.Input((FEATURES,))
-    for layer in [keras.layers.Dense(16, activation="tanh"), *script.layers(), keras.layers.Dense(CLASSES)]:
+    middle = [keras.layers.Dense(16, activation="tanh"), *script.layers(), keras.layers.Dense(CLASSES)]
+    for layer in [*script.first_layers(), *middle]:
         values = layer(values)
     model = script.model(inputs, values)
     model.compile(script.optimizer(), script.loss, jit_compile=False)
@@ -520,6 +525,105 @@ def test_what_cannot_be_audited_is_said(collective: Collective) -> None:
     assert audit.results == []
 
 
+def nan_on_rank_1(sample: int) -> Callable[[Any, Any], None]:
+    def change(x: Any, y: Any) -> None:
+        if hvd.rank() == 1:
+            x[sample, 2] = np.nan
+
+    return change
+
+
+class Masked(keras.layers.Layer):
+    """Takes NaN for zero, and adds a constant mask with infinite values."""
+
+    def build(self, shape: Any) -> None:
+        self.mask = self.add_weight(
+            shape=(shape[-1],), initializer=lambda shape, dtype: tf.fill(shape, -np.inf), trainable=False
+        )
+
+    def call(self, x: Any) -> Any:
+        x = tf.where(tf.math.is_nan(x), tf.zeros_like(x), x)
+        return tf.maximum(x, self.mask)
+
+
+def zero_on_rank_1(x: Any, y: Any) -> None:
+    if hvd.rank() == 1:
+        x[SAMPLES + 3, 2] = 0.0
+
+
+class Logarithm(keras.layers.Layer):
+    """Is not finite for a zero."""
+
+    def call(self, x: Any) -> Any:
+        return tf.math.log(tf.abs(x))
+
+
+class OfWhole(keras.layers.Layer):
+    """Is not finite for the samples of all ranks."""
+
+    def call(self, x: Any) -> Any:
+        return x * tf.where(tf.shape(x)[0] > SAMPLES, np.inf, 1.0)
+
+
+class Wrong(keras.layers.Layer):
+    """Has a weight that is infinite on rank 1 only."""
+
+    def build(self, shape: Any) -> None:
+        first = np.inf if hvd.rank() == 1 else 1.0
+        self.scale = self.add_weight(shape=(), initializer=lambda shape, dtype: tf.constant(first), name="scale")
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+NONFINITE: dict[str, tuple[Script, str]] = {
+    "a sample of the step": (
+        Script(change=nan_on_rank_1(SAMPLES + 3)),
+        r"on rank 1 the batch is not finite .* 1 of 96 values of x, float32 \[12, 8\], the first in its sample 3",
+    ),
+    "a sample of the first step": (
+        Script(change=nan_on_rank_1(5)),
+        r"on rank 1 an earlier batch was not finite .* 1 of 96 values of x, .* in its sample 5",
+    ),
+    "weights": (
+        Script(layers=lambda: [Wrong()], broadcasts=False),
+        r"on rank 0 .* is not finite \(NaN or infinite\) before the step, although all batches were",
+    ),
+    "the model": (
+        Script(change=zero_on_rank_1, first_layers=lambda: [Logarithm()]),
+        r"on rank 1 the gradient of dense\w*/kernel.* is not finite .*, although batch and weights are",
+    ),
+    "the whole batch": (
+        Script(layers=lambda: [OfWhole()]),
+        "is not finite .* in one process with the samples of all ranks, and finite on each rank",
+    ),
+    "samples, with a loss scale": (
+        Script(
+            change=lambda x, y: x.fill(np.nan),
+            optimizer=lambda: keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))),
+        ),
+        "on rank 0 the batch is not finite .* 96 of 96 values of x",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NONFINITE)
+@on_ranks(2)
+def test_values_that_are_not_finite_are_no_other_cause(collective: Collective, kind: str) -> None:
+    """They differ from themselves, which looked like random numbers."""
+    script, words = NONFINITE[kind]
+    fit(script, audit := Auditor(1, 1), batches=2)
+    assert re.search(words, audit.why_not), audit.why_not
+    assert audit.results == []
+
+
+@on_ranks(2)
+def test_a_model_may_mask_values_that_are_not_finite(collective: Collective) -> None:
+    script = Script(change=nan_on_rank_1(SAMPLES + 3), first_layers=lambda: [Masked()])
+    fit(script, audit := Auditor(1, 1), batches=2)
+    assert (audit.why_not, audit.passes) == ("", True)
+
+
 @on_ranks(2)
 def test_a_script_that_trains_fewer_steps_is_audited_to_its_end(collective: Collective) -> None:
     audit = Auditor(2 * BATCHES, 1)
@@ -606,6 +710,43 @@ def test_the_command_audits_a_script(script: Path, words: list[str], code: int, 
     if code != 2:
         assert json.loads((out / "verdict.json").read_text())["passes"] == (code == 0)
         assert "dense/kernel" in (out / "index.html").read_text()
+
+
+FAILURES = {
+    "raise ValueError('mine')": (1, r"exit code 1; rank \d: ValueError: mine \(.*train\.py:\d+\)\.\n"),
+    "sys.exit(7)": (1, r"exit code 7; rank \d: SystemExit: 7.*\.\n"),
+    "sys.exit('no data')": (1, r"exit code 1; rank \d: SystemExit: no data.*\.\n"),
+    "import os; os._exit(9)": (1, r"exit code 9; it raised no exception: a process was killed"),
+}
+
+
+@pytest.mark.parametrize("statement", FAILURES)
+def test_the_last_line_names_why_the_script_failed(script: Path, statement: str, tmp_path: Path) -> None:
+    script.write_text(f"{SCRIPT}\n{statement}\n".replace("    model.fit", "    0 and model.fit"))
+    out = tmp_path / "audit"
+    run = run_command(
+        [sys.executable, "-m", "ringtrain", "verify", "--script", str(script), "--out", str(out)],
+        env=clean_environment(),
+        timeout=120,
+    )
+    code, words = FAILURES[statement]
+    assert (run.rc, run.left_behind) == (code, False), run.stderr
+    last = run.stderr[run.stderr.rindex("ringtrain: error: the script failed") :]
+    assert re.search(words, last), last
+    assert list(out.iterdir()) == []
+
+
+def test_files_that_are_not_of_the_audit_are_left(script: Path, tmp_path: Path) -> None:
+    """Those of an audit are replaced; ``.runs`` and others are nobody's."""
+    out = tmp_path / "audit"
+    (out / ".runs").mkdir(parents=True)
+    (out / ".runs/mine").write_text("mine")
+    command = [sys.executable, "-m", "ringtrain", "verify", "--script", str(script), "--steps", "1", "--out", str(out)]
+    for _ in range(2):
+        run = run_command([*command, "--", "--shard"], env=clean_environment(), timeout=120)
+        assert run.rc == 0, run.stderr
+    assert sorted(path.name for path in out.iterdir()) == [".runs", "index.html", "verdict.json"]
+    assert (out / ".runs/mine").read_text() == "mine"
 
 
 LOOP = """

@@ -461,3 +461,96 @@ def test_the_resume_argument_of_a_fit_is_followed(collective: Collective, direct
     [beside] = [path for path in out.parent.iterdir() if path != out]
     assert [event["step"] for event in events(beside, "train")] == [*range(1, BATCHES + 1)]
     assert len(events(out, "start")) == 2
+
+
+# --- Several steps in a call ---
+
+
+class Late(keras.Model):
+    """Creates a metric in its first step."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, [variable.value for variable in self.trainable_variables])
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        if not hasattr(self, "late"):
+            self.late = keras.metrics.Mean("late")
+        self.late.update_state(loss)
+        return {"late": self.late.result()}
+
+
+class Eager(keras.Model):
+    """Needs values, so that Keras cannot create its metrics before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(CLASSES)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x * (1.0 if float(x[0, 0]) > -99 else 2.0))
+
+
+def make_several(kind: str) -> keras.Model:
+    """A compiled model that trains three steps in a call."""
+    if kind == "eager":
+        model = Eager()
+        model(np.zeros((BATCH_SIZE, FEATURES), np.float32))
+    else:
+        inputs = keras.Input((FEATURES,))
+        model = (Late if kind == "late" else keras.Model)(inputs, keras.layers.Dense(CLASSES)(inputs))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    metrics = None if kind == "late" else ["accuracy"]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))
+    model.compile(optimizer, loss, metrics=metrics, steps_per_execution=3, run_eagerly=kind == "eager")
+    return model
+
+
+def fit_several(out: str, kind: str, *, stop_at: int = 0) -> Fitted:
+    """Fit two epochs of 22 batches, of which a call trains three."""
+    num_batches = 22
+    hvd.init()
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    model = make_several(kind)
+    random = np.random.default_rng([7, hvd.rank()])
+    x = random.normal(size=(num_batches * BATCH_SIZE, FEATURES)).astype(np.float32)
+    y = (np.abs(x).sum(axis=1) * 3 % CLASSES).astype(np.int32)
+    data: Any = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH_SIZE)
+    if kind == "generator":  # its iterator has no state to be saved
+        data = generate(x, y)
+    figure = Figure()
+    callbacks = [figure, *([Stop(stop_at, terminate)] if stop_at else [])]
+    callbacks.append(hvd.callbacks.Run(out, log_every=7, checkpoint_every=0))
+    steps = num_batches if kind == "generator" else None
+    code = None
+    try:
+        model.fit(data, epochs=2, steps_per_epoch=steps, callbacks=callbacks, verbose=0)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    return Fitted(code, model, figure.logs)
+
+
+def logged_values(out: str) -> dict[int, dict[str, float]]:
+    """The values of each logged step, without times."""
+    times = ("time", "examples_per_sec", "sec_per_step")
+    values = {}
+    for event in events(Path(out), "train"):
+        values[event["step"]] = {name: value for name, value in event.items() if name not in times}
+    return values
+
+
+@pytest.mark.parametrize("kind", ["late", "eager", "plain", "generator"])
+@pytest.mark.parametrize("stop_at", [2, 4, 11])
+@on_ranks(1)
+def test_several_steps_in_a_call_resume_bit_for_bit(
+    collective: Collective, kind: str, stop_at: int, directory: str
+) -> None:
+    """Sums of an epoch are added in the order of an undisturbed fit; a generator goes on with its next batch."""
+    whole = fit_several(f"{directory}/whole", kind)
+    assert fit_several(f"{directory}/run", kind, stop_at=stop_at).code == 75
+    rest = fit_several(f"{directory}/run", kind)
+    assert (rest.code, rest.bits()) == (None, whole.bits())
+    assert rest.logs == whole.logs[-len(rest.logs) :]
+    assert logged_values(f"{directory}/run") == logged_values(f"{directory}/whole")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringtrain.errors import UsageError
-from ringtrain.report import write_report
+from ringtrain.report import MARK, write_report
 from ringtrain.report.page import embed_json, make_page
 from ringtrain.report.reading import RunRecord, parse_events, read_run
 from tests.faults.test_fuzz import NUM_EXAMPLES
@@ -99,14 +99,15 @@ def test_whatever_the_events_hold_there_is_a_page(events: list[dict[str, Any]], 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     target = run / "report.html"
-    target.write_text("the former")
+    former = "<!doctype html>" + MARK.decode() + "the former"
+    target.write_text(former)
 
     def refuse() -> None:
         raise UsageError("taken over")
 
     with pytest.raises(UsageError, match="taken over"):
         write_report([run], target, may_write=refuse)
-    assert target.read_text() == "the former"
+    assert target.read_text() == former
     write_report([run], target)
     assert target.read_text().endswith("</html>")
     assert not list(run.glob(".writing*"))

@@ -1,5 +1,6 @@
 """CIFAR-10's files: they are read to the byte, damage is named, and one process of many downloads them."""
 
+import gzip
 import hashlib
 import io
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringtrain.data.formats import cifar10
 from ringtrain.data.formats.cifar10 import ARCHIVE_NAME, FILES, FOLDER_NAME, RECORD_BYTES, Download, load_cifar10
 from ringtrain.errors import DataError
 from ringtrain.files import cache_directory
@@ -167,6 +169,53 @@ def test_an_archive_with_a_link_for_a_file_lacks_it(tmp_path: Path) -> None:
     (tmp_path / ARCHIVE_NAME).write_bytes(make_archive(contents, others=(link,)))
     with pytest.raises(DataError, match=r"has no file cifar-10-batches-bin/test_batch\.bin"):
         load_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_an_archive_that_unpacks_to_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+) -> None:
+    """A member that is not wanted is unpacked too, to find the next."""
+    monkeypatch.setattr(cifar10, "MAX_UNPACKED_BYTES", 2**24)
+    name = f"{FOLDER_NAME}/{FILES[0] if is_wanted else 'other'}"
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        member = tarfile.TarInfo(name)
+        member.size = 2**25
+        archive.addfile(member, io.BytesIO(bytes(2**25)))
+    (tmp_path / ARCHIVE_NAME).write_bytes(packed.getvalue())
+    with pytest.raises(DataError, match="it unpacks to more than 16,777,216 bytes"):
+        load_cifar10(tmp_path)
+
+
+def test_a_long_name_in_an_archive_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "MAX_UNPACKED_BYTES", 2**24)
+    packed = io.BytesIO()
+    with gzip.open(packed, "wb") as file:
+        member = tarfile.TarInfo("././@LongLink")
+        member.type = tarfile.GNUTYPE_LONGNAME
+        member.size = 2**25
+        file.write(member.tobuf(tarfile.GNU_FORMAT))
+        file.write(b"a" * 2**25)
+    (tmp_path / ARCHIVE_NAME).write_bytes(packed.getvalue())
+    with pytest.raises(DataError, match="it unpacks to more than"):
+        load_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_bytes_in_an_archive_are_read_or_named(tmp_path: Path, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    headers = bytearray(gzip.decompress(make_archive(make_contents())))
+    for place in generator.integers(0, 512, 6):  # of the first header
+        headers[place] = generator.integers(256)
+    file = tmp_path / ARCHIVE_NAME
+    file.write_bytes(gzip.compress(headers, 1))
+    message = ""
+    try:
+        load_cifar10(tmp_path)
+    except DataError as error:
+        message = str(error)
+    assert not message or str(file) in message
 
 
 def flip_checksum(archive: bytes) -> bytes:

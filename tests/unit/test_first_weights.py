@@ -1,5 +1,6 @@
 """Weights of files that a new run starts from (``init_from``)."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from ringtrain.errors import DataError, UsageError
+from ringtrain.run.checkpoint import Checkpoint, write_files
 from ringtrain.run.variables import name_variables, named_weights
 from ringtrain.training.weights import take_weights
 
@@ -77,3 +79,59 @@ def test_damaged_and_other_files_are_named(tmp_path: Path) -> None:
         file.create_dataset("head/vars/1", (2,), "u1", external=[("/etc/hostname", 0, 2)])
     with pytest.raises(UsageError, match="holds none"):
         take_weights(job, tmp_path / "a.weights.h5")
+
+
+@pytest.mark.parametrize("kind", ["a.weights.h5", "a.keras", "a.safetensors", "step-000000001"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+def test_values_that_are_not_finite_are_named(kind: str, value: float, tmp_path: Path) -> None:
+    """1e300 is too large for the model's float32."""
+    dtype = "float64" if value == 1e300 else "float32"
+    source, path = create_model(dtype=dtype), tmp_path / kind
+    source.get_layer("head").set_weights([np.array([[0, 0], [0, value], [value, 0], [0, 0]]), np.zeros(2)])
+    if kind.endswith(".h5"):
+        source.save_weights(path)
+    elif kind.endswith(".keras"):
+        source.save(path)
+    else:
+        values = {f"weights/{name}": variable.numpy() for name, variable in named_weights(source)}
+        if kind.startswith("step"):
+            path.mkdir()
+            write_files(path, Checkpoint(step=1, variables=values, progress={}, run={}))
+        else:
+            path.write_bytes(as_safetensors({name.removeprefix("weights/"): value for name, value in values.items()}))
+    message = f"init_from '{path}' has values that are not finite (NaN or infinite) in head/kernel (2 of 8)."
+    with pytest.raises(DataError, match=re.escape(message)):
+        take_weights(job_of(create_model()), path)
+
+
+def as_safetensors(values: dict[str, np.ndarray]) -> bytes:
+    header, data = {}, b""
+    for name, value in values.items():
+        end = len(data) + value.nbytes
+        dtype = f"F{8 * value.dtype.itemsize}" if value.dtype.kind == "f" else f"U{8 * value.dtype.itemsize}"
+        header[name] = {"dtype": dtype, "shape": value.shape, "data_offsets": [len(data), end]}
+        data += value.tobytes()
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def test_values_that_the_model_itself_creates_infinite_may_be_so(tmp_path: Path) -> None:
+    """Such as a mask of a decoder."""
+
+    @keras.saving.register_keras_serializable("tests")
+    class Masked(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.kernel = self.add_weight(shape=(4,))
+            self.mask = self.add_weight(
+                shape=(4,), initializer=lambda shape, dtype: keras.ops.full(shape, -np.inf, dtype), trainable=False
+            )
+
+        def call(self, x: Any) -> Any:
+            return x * self.kernel
+
+    def create() -> keras.Model:
+        given = keras.Input((4,))
+        return keras.Model(given, Masked(name="masked")(given))
+
+    create().save_weights(tmp_path / "a.weights.h5")
+    assert "2 of 2 variables taken" in take_weights(job_of(create()), tmp_path / "a.weights.h5")[0]

@@ -29,6 +29,11 @@ def test_an_overflow_in_the_sum_alone_is_reported_as_such() -> None:
     assert text.endswith("No rank's own gradient was not finite, only the sum of all.")
 
 
+def test_weights_that_were_not_finite_before_are_named() -> None:
+    text = describe_findings(7, [finding(), finding(loss="nan", weights=["conv1/kernel", "conv1/bias"])])
+    assert text.endswith(" Weights of rank 1 were not finite before the step: conv1/kernel, conv1/bias.")
+
+
 def test_of_many_ranks_some_are_named() -> None:
     text = describe_findings(7, [finding(loss="nan") for _ in range(1000)])
     assert text.count("GPU 1") == MAX_NAMED

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ringtrain.collectives.base import Solo
 from ringtrain.config import Config
 from ringtrain.data.indexed import from_grain, from_pydataset
-from ringtrain.data.sources import Pass, from_arrays, from_generator
+from ringtrain.data.sources import Feed, Pass, from_arrays, from_generator
 from ringtrain.data.tf_data import from_dataset
 from ringtrain.errors import DataError, UsageError
 from ringtrain.messages.log import show_log
@@ -317,6 +317,86 @@ LABELS = {
 def test_labels_are_classes_of_the_model(part: str) -> None:
     with pytest.raises(DataError, match=f"sample 15 of the {part} data has the label 3, but the model gives 3 classes"):
         job_of(create_sources=LABELS[part])
+
+
+CLASSES = np.arange(NUM_SAMPLES) % NUM_CLASSES
+WRONG_KINDS: dict[str, tuple[Any, str]] = {
+    "texts": (np.array(["a", "b", "c"])[CLASSES], r"are texts \(type string\), such as 'a' of sample 0.*np\.unique"),
+    "bytes": (np.array([b"a", b"b", b"c"])[CLASSES], r"are texts \(type string\), such as 'a' of sample 0.*np\.unique"),
+    "objects": (np.array(["a", "b", "c"], object)[CLASSES], r"are texts \(type string\), such as 'a' of sample 0"),
+    "bytes of no text": (np.array([b"\xff", b"b", b"c"])[CLASSES], r"are texts \(type string\)"),
+    "complex": (CLASSES.astype("complex64"), r"are complex numbers \(type complex64\), such as '0j' of sample 0"),
+    "fractions": (np.where(CLASSES == 1, 0.5, CLASSES), "sample 1 of .* label 0.5, which is no whole number"),
+    "half fractions": (np.where(CLASSES == 1, 0.5, CLASSES).astype("float16"), "sample 1 of .* no whole number"),
+    "NaN": (np.where(CLASSES == 1, np.nan, CLASSES), "sample 1 of the .* data has the label nan"),
+    "infinite": (np.where(CLASSES == 1, np.inf, CLASSES), "sample 1 of the .* data has the label inf"),
+    "one-hot": (np.eye(NUM_CLASSES, dtype="float32")[CLASSES], r"these are one-hot. Use .*argmax"),
+    "one-hot integers": (np.eye(NUM_CLASSES, dtype="int64")[CLASSES], r"these are one-hot. Use .*argmax"),
+}
+
+
+def feed_of(y: Any) -> Feed:
+    return from_dataset(tf.data.Dataset.from_tensor_slices((X, y)))
+
+
+@pytest.mark.parametrize("part", ["training", "evaluation", "stream"])
+@pytest.mark.parametrize("kind", WRONG_KINDS)
+def test_labels_of_another_kind_are_named(part: str, kind: str) -> None:
+    y, message = WRONG_KINDS[kind]
+
+    wrong: Any = feed_of(y) if part == "stream" else from_arrays(X, y)
+    given = sources(ARRAYS, wrong) if part == "evaluation" else sources(wrong, None)
+
+    def check() -> None:
+        job = job_of(create_sources=given)
+        [labels] = job.step.labels  # a stream is checked as it is read
+        labels.check(tf.convert_to_tensor(y), np.arange(NUM_SAMPLES), of="training")
+
+    with pytest.raises(DataError, match=message):
+        check()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "uint64", "float16", "float32", "float64"])
+def test_whole_numbers_of_every_type_are_labels(dtype: str) -> None:
+    y = np.minimum(CLASSES, 1).astype(dtype)
+    job = job_of(create_sources=sources(from_arrays(X, y), from_arrays(X, y[:, np.newaxis])))
+    assert job.step.labels
+
+
+def categorical_loss(y: Any, outputs: Any) -> Any:
+    return keras.losses.categorical_crossentropy(y, outputs, from_logits=True)
+
+
+def sparse_loss_of_tensorflow(y: Any, outputs: Any) -> Any:
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs)
+
+
+def squared_loss(y: Any, outputs: Any) -> Any:
+    return keras.losses.mean_squared_error(y, outputs)
+
+
+@pytest.mark.parametrize(
+    ("loss", "y", "message"),
+    [
+        (categorical_loss, CLASSES, r"takes one-hot labels, and these are numbers.*to_categorical"),
+        (categorical_loss, WRONG_KINDS["texts"][0], "these are texts"),
+        (categorical_loss, WRONG_KINDS["complex"][0], "these are complex"),
+        (sparse_loss_of_tensorflow, WRONG_KINDS["one-hot"][0], "these are one-hot"),
+        (sparse_loss_of_tensorflow, WRONG_KINDS["texts"][0], "these are texts"),
+        (squared_loss, WRONG_KINDS["texts"][0], "these are texts"),
+    ],
+)
+def test_targets_that_a_loss_does_not_take_are_named(loss: Any, y: Any, message: str) -> None:
+    with pytest.raises(DataError, match=rf"Mine\.loss does not take the y of the samples, .*: .*{message}"):
+        job_of(create_sources=sources(from_arrays(X, y), None), loss=loss)
+
+
+def test_errors_of_a_loss_itself_are_left() -> None:
+    def loss(y: Any, outputs: Any) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        job_of(create_sources=sources(from_arrays(X, WRONG_KINDS["texts"][0]), None), loss=loss)
 
 
 def test_labels_that_the_loss_changes_are_left_to_it() -> None:

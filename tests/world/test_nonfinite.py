@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -43,6 +44,16 @@ class NotANumber(Line):
 
     def loss(self, y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
         return super().loss(y, outputs) * np.nan
+
+
+class Unfinished(Line):
+    """Weights that are not finite from the beginning, such as those of a damaged file."""
+
+    def create_model(self) -> keras.Model:
+        model = super().create_model()
+        weight = model.trainable_variables[0]
+        weight.assign(weight.value * np.nan)
+        return model
 
 
 class NothingOfNothing(Line):
@@ -113,3 +124,13 @@ def test_a_state_that_is_not_finite_is_never_saved(run_ringtrain: RunRingtrain, 
     assert re.search(r"step 1 .*weights/sequential/dense/kernel", message)
     assert list((tmp_path / "out").glob("checkpoints/step-*")) == []
     assert events(tmp_path / "out")[-1]["status"] == "diverged"
+
+
+@on_ranks(2)
+def test_first_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(collective: Collective) -> None:
+    for action in ("stop", "skip"):
+        message, _ = run(collective, Unfinished(), on_nonfinite=action)
+        assert re.search(
+            r"Weights of rank 0 were not finite before the step: \S+\. They are those that create_model", message
+        )
+        assert "optimizer.lr" not in message

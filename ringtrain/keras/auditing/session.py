@@ -40,6 +40,7 @@ class Watched:
         self.trace = trace
         self.is_traced = False
         self.known: Recording | None = None  # of the first calls, which show the variables
+        self.first_samples = ""  # of the first calls, which are not finite, in words
         self.start()
 
     def start(self) -> None:
@@ -128,13 +129,15 @@ class Auditor:
         if known:
             real = Trial(watched.record, watched.before, read_values(known.all_variables()), returned)
             try:
-                facts = compare(ProcessSetCollective(), step, watched.batches, known, real)
+                facts = compare(ProcessSetCollective(), step, watched.batches, known, real, watched.first_samples)
                 self.results += [facts] if facts else []
             except NotAuditedError as error:
                 self.why_not = str(error)
         else:
             watched.known = watched.record
             watched.known.forget_gradients()
+            nonfinite = [each.why_not_finite() for each in watched.batches]
+            watched.first_samples = next(filter(None, nonfinite), "")
         watched.start()
         return returned
 
@@ -344,7 +347,8 @@ def conclude(auditor: Auditor) -> None:
     if hvd.rank() == 0:
         auditor.show()
     if auditor.results and not auditor.passes:
-        causes = ", ".join(cause.name for cause in auditor.find_causes() if cause.is_wrong)
+        causes = [cause for cause in auditor.find_causes() if cause.is_wrong]
+        names = ", ".join(cause.name for cause in causes)
         raise ReplicasDifferError(
-            f"the ranks do not train what one process would train ({causes}); the audit above says more.", reach="run"
+            f"the ranks do not train what one process would train ({names}). {causes[0].words}", reach="run"
         )

@@ -13,8 +13,16 @@ import tensorflow as tf
 from ringtrain.collectives import Collective, all_gather_object
 from ringtrain.guard.preflight import draws
 from ringtrain.guard.replicas import hash_bits
+from ringtrain.keras.auditing.finite import (
+    NotFinite,
+    Origin,
+    describe_nonfinite_samples,
+    find_nonfinite,
+    name_nonfinite,
+)
 from ringtrain.keras.auditing.recording import Recording, recording, replaced
 from ringtrain.keras.exchange import COMPRESSIONS, variable_key
+from ringtrain.messages.ranks import name_ranks
 from ringtrain.run.variables import is_seed_state
 from ringtrain.runtime.private import call_parameters_of
 
@@ -45,6 +53,10 @@ class Batch:
         if kinds or any(tensor.dtype == tf.string for tensor in self.samples):
             return f"its inputs are of the kind {kinds[0] if kinds else 'string'}, which cannot be gathered"
         return "" if self.count else "the step has no batch among its arguments; pass the batch as an argument"
+
+    def why_not_finite(self) -> str:
+        """Return which of its samples are NaN or infinite, in words; empty if none."""
+        return describe_nonfinite_samples(self._arguments)
 
     def kinds(self) -> list[str]:
         return [f"{tensor.dtype.name} {list(tensor.shape[1:])}" for tensor in self.samples]
@@ -116,7 +128,12 @@ def agree(collective: Collective, known: Recording, batch: Batch, max_bytes: int
 
 
 def compare(
-    collective: Collective, step: Callable[..., Any], batches: Sequence[Batch], known: Recording, real: Trial
+    collective: Collective,
+    step: Callable[..., Any],
+    batches: Sequence[Batch],
+    known: Recording,
+    real: Trial,
+    first_samples: str = "",
 ) -> list[dict[str, Any]]:
     """Return facts of all ranks for ``find_causes``; none if no rank updated weights. Collective.
 
@@ -124,16 +141,22 @@ def compare(
         step: called with the arguments of each of the batches, after the last of which gradients are reduced.
         known: a recording of earlier calls.
         real: the calls as the script made them.
+        first_samples: which samples of earlier calls were not finite, in words.
 
     Raises:
         NotAuditedError: on all ranks.
     """
     variables = known.all_variables()
     more = [variable.name for key, variable in real.record.all_variables().items() if key not in real.before]
-    mine = [f"it changes variables that its first call did not ({more[0]})" if more else "", real.record.num_updates]
-    reasons, updates = zip(*all_gather_object(collective, mine, name="audit/updates"), strict=True)
+    mine = [
+        f"it changes variables that its first call did not ({more[0]})" if more else "",
+        real.record.num_updates,
+        nonfinite_in_step(batches, known, real, first_samples),
+    ]
+    reasons, updates, nonfinite = zip(*all_gather_object(collective, mine, name="audit/updates"), strict=True)
     if reason := next(filter(None, reasons), ""):
         raise NotAuditedError(reason)
+    require_finite(nonfinite, is_updated=max(updates) > 0)
     if not max(updates):
         return []
     try:
@@ -142,13 +165,49 @@ def compare(
         )
     finally:
         write_values(variables, real.after)
+    if names := facts[0]["nonfinite_in_one"]:
+        raise NotAuditedError(
+            f"the gradient of {names} is not finite (NaN or infinite) in one process with the samples of all ranks, "
+            "and finite on each rank: the model or the loss overflows or divides by zero for the whole batch"
+        )
     if (changed := max(its["repeated"] for its in facts)) > RANDOM:
         raise NotAuditedError(
             f"the same step gives other gradients (by {changed:.0e}) when one process repeats it: it draws random "
-            "numbers outside of Keras' seed generators or in a layer without a training argument, or an operation is "
-            "not deterministic (tf.config.experimental.enable_op_determinism)"
+            "numbers outside of Keras' seed generators or in a layer without a training argument, it depends on "
+            "Python values that its calls change, such as a counter, or an operation is not deterministic "
+            "(tf.config.experimental.enable_op_determinism)"
         )
     return facts
+
+
+def nonfinite_in_step(batches: Sequence[Batch], known: Recording, real: Trial, first_samples: str) -> NotFinite | None:
+    """Return the first cause of values of this rank's step that are not finite; None if all are finite."""
+    trained = {key: real.before[key] for key in known.variables}
+    slots = {variable_key(v) for optimizer in known.optimizers for v in optimizer.variables}
+    of_optimizers = {key: value for key, value in real.before.items() if key in slots}
+    own_gradients = {**real.record.raw, **real.record.local}
+    reduced = {key: real.record.applied[key] for key in known.variables if key in real.record.applied}
+    return find_nonfinite(
+        samples=[batch.why_not_finite() for batch in batches],
+        first_samples=first_samples,
+        weights=name_nonfinite({**trained, **of_optimizers}, known.all_variables()),
+        gradients=name_nonfinite(own_gradients, known.variables),
+        reduced=name_nonfinite(reduced, known.variables),
+        scale=real.record.loss_scale,
+    )
+
+
+def require_finite(nonfinite_of_ranks: Sequence[Any], *, is_updated: bool) -> None:
+    """Raise NotAuditedError if values on a rank are not finite; it names the rank where they come up first.
+
+    ``is_updated``: an optimizer updated weights. Without, a dynamic loss scale has skipped the step.
+    """
+    found = [(*of_rank, rank) for rank, of_rank in enumerate(nonfinite_of_ranks) if of_rank]
+    if not found:
+        return
+    origin, words, rank = min(found, key=lambda each: each[0])
+    if is_updated or origin < Origin.GRADIENTS:
+        raise NotAuditedError(f"on {name_ranks([rank])} {words}")
 
 
 def find_facts(
@@ -196,6 +255,7 @@ def find_facts(
         facts["without_norms"] = compare_gradients(frozen, right, known)
     return facts | {
         "repeated": compare_gradients(again, one, known),
+        "nonfinite_in_one": name_nonfinite({key: one.gradient(key) for key in known.variables}, known.variables),
         "count": count,
         "samples": [sample for batch in batches for sample in batch.hashes()],
         "drawing": [layer.name for layer in drawing],
@@ -337,8 +397,13 @@ def length(value: np.ndarray) -> float:
 
 
 def difference(value: np.ndarray, right: np.ndarray, least: float = 0.0) -> float:
-    """Euclidean distance relative to ``right``'s length, which counts as ``least`` or more; HUGE if not finite."""
+    """Euclidean distance relative to ``right``'s length, which counts as ``least`` or more; HUGE if not finite.
+
+    Infinite values that are equal, such as those of a mask, count as zeros.
+    """
     value, right = np.asarray(value, np.float64), np.asarray(right, np.float64)
+    are_equal = np.isinf(value) & (value == right)
+    value, right = np.where(are_equal, 0.0, value), np.where(are_equal, 0.0, right)
     if not (np.isfinite(value).all() and np.isfinite(right).all()):
         return HUGE
     distance = length(value - right)

@@ -243,7 +243,8 @@ def test_what_cannot_be_right_is_refused_by_the_layer_s_name(collective: Collect
     workload = Rows()
     workload.options = {"left_out": 2}  # type: ignore[misc]
     config = make_config({}, Rows.defaults, {})
-    with refusing(r"a batch has 2 samples, but \S*memory/\S+ holds the state of 3 rows"):
+    size = collective.world.size
+    with refusing(rf"a batch has {4 // size} samples, but \S*memory/\S+ holds the state of {6 // size} rows"):
         create_job(workload, config, collective, num_threads=1)
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import clean_environment
-from benchmarks.command import explaining_files, run_command
 from benchmarks.contenders import Experiment
 from benchmarks.origin import describe_commit, describe_machine, find_claimed_cores, read_load, shorten
 from benchmarks.plans import PLANS, SETTINGS_CONTENDERS
@@ -31,6 +30,8 @@ from benchmarks.rounds import Runner, find_faults, measure
 from benchmarks.settings import BenchOptions, choose_settings
 from benchmarks.steps import FIT_CONTENDERS, LOOP_GOALS, OTHER, STEP_CONTENDERS
 from benchmarks.table import describe_result, make_page, read_result, read_results
+from benchmarks.writing import explaining_files
+from ringtrain.cli import run_command
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
@@ -226,4 +227,4 @@ def describe_last_run(measured: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:], program="benchmarks"))

@@ -6,7 +6,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringtrain.commands.help import show_overview
@@ -16,7 +16,7 @@ from ringtrain.messages.escaping import escape_message
 from ringtrain.messages.removed import COMMANDS as REMOVED_COMMANDS
 from ringtrain.messages.rules import did_you_mean
 from ringtrain.runtime.stdio import has_lost_stdout
-from ringtrain.runtime.world import read_world
+from ringtrain.runtime.world import World, read_world
 from ringtrain.training.ending import report_end
 
 # Imported when called.
@@ -32,29 +32,45 @@ INTERNAL_COMMANDS = {"_record": "ringtrain.commands.record", "_audit": "ringtrai
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_command(start_command, sys.argv[1:] if argv is None else argv, program="ringtrain")
+
+
+def run_command(command: Callable[[list[str], World], int], arguments: Sequence[str], *, program: str) -> int:
+    """Run a command in this process and return its exit code; an error of the user is one line.
+
+    Args:
+        command: takes the arguments and this process.
+        arguments: of the command line, without the program.
+        program: for the message after Ctrl-C.
+    """
     try:
         world = read_world(os.environ)
     except RingtrainError as error:
         print(escape_message(f"ringtrain: {error}"), file=sys.stderr)
         return error.exit_code
     try:
-        if arguments in (["-h"], ["--help"]):
-            if world.is_rank0:
-                print(show_overview(COMMANDS), end="")
-            return 0
-        is_named = bool(arguments) and not arguments[0].startswith("-")
-        command = arguments.pop(0) if is_named else "train"
-        code: int = load_command(command).main(arguments, world)
-        # Training leaves a run directory; other commands only their output.
-        return RingtrainError.exit_code if code == 0 and command != "train" and has_lost_stdout() else code
+        return command(list(arguments), world)
     except RingtrainError as error:
         report_end(error, world)
         return error.exit_code
     except KeyboardInterrupt:  # commands that have nothing to save
         if world.is_rank0:
-            print("ringtrain: interrupted (SIGINT).", file=sys.stderr)
+            print(f"{program}: interrupted (SIGINT).", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def start_command(arguments: list[str], world: World) -> int:
+    """Run the command that the first argument names; ``train`` without one."""
+    if arguments in (["-h"], ["--help"]):
+        if world.is_rank0:
+            print(show_overview(COMMANDS), end="")
+        return 0
+    is_named = bool(arguments) and not arguments[0].startswith("-")
+    name = arguments.pop(0) if is_named else "train"
+    code: int = load_command(name).main(arguments, world)
+    # Training leaves a run directory; other commands only their output.
+    is_output_lost = code == 0 and name != "train" and has_lost_stdout()
+    return RingtrainError.exit_code if is_output_lost else code
 
 
 def load_command(command: str) -> Any:

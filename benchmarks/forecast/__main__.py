@@ -18,7 +18,6 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import explaining_files, run_command
 from benchmarks.forecast.cluster import Cluster, find_cluster
 from benchmarks.forecast.fields import (
     MAX_PARAMETERS,
@@ -39,6 +38,8 @@ from benchmarks.forecast.model import (
     last_worthwhile,
     uniform,
 )
+from benchmarks.writing import explaining_files
+from ringtrain.cli import run_command
 from ringtrain.commands.parser import parse_arguments
 from ringtrain.commands.preparing import refuse_launcher
 from ringtrain.errors import UsageError
@@ -315,4 +316,4 @@ def write(output: Path, facts: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:], program="benchmarks"))

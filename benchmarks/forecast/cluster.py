@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.command import show_path
 from benchmarks.forecast.fields import (
     Choice,
     Field,
@@ -25,6 +24,7 @@ from benchmarks.forecast.fields import (
     read_fields,
     refuse_other_fields,
 )
+from benchmarks.writing import show_path
 from ringtrain.errors import UsageError
 from ringtrain.messages.rules import did_you_mean, shorten
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.command import show_path
 from benchmarks.forecast.cluster import Cluster
 from benchmarks.forecast.fields import (
     MAX_LISTED_RANKS,
@@ -27,6 +26,7 @@ from benchmarks.forecast.fields import (
     show,
 )
 from benchmarks.forecast.model import Work
+from benchmarks.writing import show_path
 from ringtrain.errors import DataError, UsageError
 from ringtrain.files.bounded import parse_json
 from ringtrain.run.directory import CONFIG_FILE, FIT_OF, METRICS_FILE, read_config, read_lines

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.command import run_command
 from benchmarks.forecast.__main__ import FLAGS, Options, main
 from benchmarks.forecast.cluster import FIELDS, PRESETS, Cluster, Link, read_cluster
 from benchmarks.forecast.measured import EVENTS, SETTINGS, measure
@@ -26,6 +25,7 @@ from benchmarks.forecast.model import (
     uniform,
 )
 from benchmarks.predictions import PICTURE, RESULT, compare, draw, summarize
+from ringtrain.cli import run_command
 
 ROOT = Path(__file__).parents[3]
 WORK = Work(step_sec=0.1, shapes=uniform(25_000_000), batch_size=64)
@@ -43,7 +43,7 @@ CLUSTER_FILE = {
 
 def run_forecast(*arguments: str | Path) -> int:
     """Run the command in this process."""
-    return run_command(main, [str(argument) for argument in arguments])
+    return run_command(main, [str(argument) for argument in arguments], program="benchmarks")
 
 
 def test_all_reduces_take_latency_and_bytes() -> None:

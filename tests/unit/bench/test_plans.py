@@ -15,7 +15,6 @@ import pytest
 import benchmarks
 from benchmarks.__main__ import MODES, bench, find_obstacle, main
 from benchmarks.children import clean_environment, fill_in
-from benchmarks.command import run_command
 from benchmarks.contenders import DIRECTORY, Command, Experiment
 from benchmarks.origin import shorten
 from benchmarks.peers.peer_models import MODELS
@@ -23,6 +22,7 @@ from benchmarks.plans import PLANS, VARIATIONS, plan_starts, plan_variations
 from benchmarks.rounds import plan_orders
 from benchmarks.settings import BenchOptions, Settings, choose_settings
 from benchmarks.steps import GOALS, ORDER_FILE, STEP_CONTENDERS, plan_guards, plan_loops, plan_steps, write_order
+from ringtrain.cli import run_command
 from ringtrain.config import Config
 from ringtrain.data.order import SampleOrder
 from ringtrain.errors import UsageError
@@ -205,7 +205,7 @@ def test_contenders_that_a_mode_has_not_are_refused(mode: str, contenders: str, 
 def test_wrong_input_gives_a_one_line_error(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(main, arguments) == 2
+    assert run_command(main, arguments, program="benchmarks") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert words in line
 

@@ -86,7 +86,8 @@ class Copy:
 
     def _claim(self) -> None:
         """Write the run's identity to the store, unless it is there; refuse that of another run."""
-        if not self._is_own:
+        is_first = not self._is_own
+        if is_first:
             self._refuse_own_directory_by_probe()
             self._is_own = True
         stored = self._read_stored_identity()
@@ -95,6 +96,14 @@ class Copy:
             self._copy_file(IDENTITY_FILE)
         elif own is None or stored["id"] != own["id"]:
             raise UsageError(_other_run_message(self._path, own, self._target, stored))
+        if is_first:
+            self._remove_partial_objects()
+
+    def _remove_partial_objects(self) -> None:
+        """Remove what an earlier sender of this run left when it was killed; there is one sender at a time."""
+        for location in self._store.find(self._target):
+            if location.rpartition("/")[2].startswith(PARTIAL):
+                self._store.rm_file(location)
 
     def _read_stored_identity(self) -> dict[str, Any] | None:
         location = self._location(IDENTITY_FILE)

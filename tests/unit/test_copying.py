@@ -225,6 +225,18 @@ def test_an_incomplete_checkpoint_in_the_store_is_copied_again(run: Path, tmp_pa
         assert_is_of_step(read_checkpoint(tmp_path / "fetched/checkpoints" / step_name(step)), step)
 
 
+def test_what_a_killed_sender_left_is_removed(run: Path) -> None:
+    store = fsspec.filesystem("memory")
+    Copy(run, BUCKET).send()
+    complete = stored_names()
+    for name in (".partial-12-metrics.jsonl", f"checkpoints/{step_name(10)}/.partial-34-{VARIABLES_FILE}"):
+        store.pipe_file(f"/bucket/digits/{name}", b"half of it")
+    store.pipe_file("/bucket/other/.partial-56-metrics.jsonl", b"of another run")
+    Copy(run, BUCKET).send()
+    assert stored_names() == complete
+    assert store.exists("/bucket/other/.partial-56-metrics.jsonl")
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", VARIABLES_FILE])
 def test_a_store_that_fails_in_the_middle_keeps_what_it_had(
     name: str, run: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,12 +22,16 @@ from ringtrain.runtime.world import World
 LIST_FILE = "unreadable.txt"
 MAX_NAMED = 5
 SEARCH_THREADS = 8
-SEARCH_SECONDS = 30.0  # shorter than any time after which a rank counts as hung
+SEARCH_SECONDS = 30.0  # all other ranks wait for the one that searches
 SAMPLES_PER_SEARCH = 256
 
 
-class CheckableSource(Source, Protocol):
-    """A source that can say why a sample is unreadable."""
+class CheckableSource(Protocol):
+    """The part of a source that says why a sample is unreadable."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
 
     def why_unreadable(self, number: int) -> UnreadableSample | None:
         """Read one sample, outside of graphs; return None if it can be read."""
@@ -40,8 +44,12 @@ def is_checkable(source: Source) -> TypeGuard[CheckableSource]:
 def find_unreadable(source: CheckableSource, numbers: Iterable[Any]) -> list[UnreadableSample]:
     """Read the samples of these numbers, and return those that cannot be read, in this order."""
     with ThreadPoolExecutor(SEARCH_THREADS) as threads:
-        answers = threads.map(source.why_unreadable, map(int, numbers))
-        return [sample for sample in answers if sample is not None]
+        unreadable = []
+        for sample in threads.map(source.why_unreadable, map(int, numbers)):
+            activity.move()  # the watchdog must not take the search for a hang
+            if sample is not None:
+                unreadable.append(sample)
+        return unreadable
 
 
 def search_all(source: CheckableSource) -> tuple[list[UnreadableSample], int]:
@@ -53,7 +61,6 @@ def search_all(source: CheckableSource) -> tuple[list[UnreadableSample], int]:
         next_first = min(num_searched + SAMPLES_PER_SEARCH, source.num_samples)
         unreadable += find_unreadable(source, range(num_searched, next_first))
         num_searched = next_first
-        activity.move()
     return unreadable, num_searched
 
 

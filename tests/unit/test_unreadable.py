@@ -34,9 +34,6 @@ class Files:
     def path(self, number: int) -> str:
         return str(self._directory / f"image {number}.png")
 
-    def gather(self, indices: tf.Tensor) -> tuple[Any, Any]:
-        raise NotImplementedError
-
     def why_unreadable(self, number: int) -> UnreadableSample | None:
         time.sleep(self._seconds)
         if number not in self._damaged:

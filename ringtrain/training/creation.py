@@ -123,6 +123,10 @@ def create_step(
         jit_compile=xla.compiles,
         stateful_metrics=stateful_metrics,
     )
+    if xla.why_not:
+        LOG.info(f"XLA compiles no part of the step: {xla.why_not}.")
+    elif xla.compiles:
+        LOG.info("XLA compiles each rank's forward and backward pass; sums and update are not compiled.")
     twice = [name for name in stateful_metrics.names if name in step.metric_names]
     if twice:
         raise UsageError(
@@ -155,11 +159,6 @@ def warn_of_settings(workload: Workload, config: Config, step: TrainStep, *, is_
             "Train such a model by fit, under ringtrain.keras."
         )
     warn_of_best(config)
-    xla = decide_on_xla(config.jit_compile, find_facts(workload, config, step.model, step.usual_spec))
-    if xla.why_not:
-        LOG.info(f"XLA compiles no part of the step: {xla.why_not}.")
-    elif xla.compiles:
-        LOG.info("XLA compiles each rank's forward and backward pass; sums and update are not compiled.")
     if config.shard_optimizer and step.sharded is None:
         LOG.warning("--shard_optimizer has no effect: a single rank updates all weights.")
     if is_parallel and config.accumulate > 1 and workload.needs_every_rank:
